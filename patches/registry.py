@@ -1,0 +1,149 @@
+"""How a host surface is patched, and the register of every patch.
+
+A patch says what it changes, why, which host symbols it depends on (they are fingerprinted) and what would make it
+unnecessary. There are two kinds. A *hook* wraps a function at its boundary through the host's own HookRegistry. A
+*source edit* takes the host's own source of one function, replaces one declared piece of text, and compiles the result
+in the host module's namespace: the new body differs from the host's by exactly the declared edit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import textwrap
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_adaptive.errors import AdaptiveError
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace ``old``, which must stand exactly once in the host's function, by ``new``."""
+
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to one host function.
+
+    Attributes:
+        target: dotted path of the host function, ``package.module.function`` or ``package.module.Class.method``.
+        why: the reason, one or two sentences.
+        remove_when: what would make it unnecessary.
+        depends: further host symbols that it relies on.
+        hook: for a hook, the function; called as the host's ``HookType`` named in ``kind`` says.
+        kind: ``before``, ``after`` or ``around`` for a hook, ``edit`` for a source edit.
+        edits: for a source edit, the replacements.
+        names: for a source edit, further names that the new text uses.
+    """
+
+    target: str
+    why: str
+    remove_when: str
+    depends: tuple[str, ...] = ()
+    hook: Callable[..., Any] | None = None
+    kind: str = "around"
+    edits: tuple[Edit, ...] = ()
+    names: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Every host symbol whose change would invalidate this patch."""
+        return (self.target, *self.depends)
+
+
+_applied: set[str] = set()
+
+
+def edited_source(source: str, edits: tuple[Edit, ...], target: str) -> str:
+    """The host's function source with the declared edits. Raises AdaptiveError when one does not match exactly once."""
+    for edit in edits:
+        if source.count(edit.old) != 1:
+            raise AdaptiveError(
+                f"sglang_adaptive cannot patch {target}: the text {edit.old!r} stands there {source.count(edit.old)} "
+                "times instead of once; reinstall the pinned SGLang release."
+            )
+        source = source.replace(edit.old, edit.new)
+    return source
+
+
+def _owner(target: str) -> tuple[Any, str, types.ModuleType]:
+    path, name = target.rsplit(".", 1)
+    owner = pkgutil.resolve_name(path)
+    module = owner if isinstance(owner, types.ModuleType) else importlib.import_module(owner.__module__)
+    return owner, name, module
+
+
+def _apply_edit(patch: Patch) -> None:
+    owner, name, module = _owner(patch.target)
+    raw = inspect.getattr_static(owner, name)
+    function = raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw
+    source = edited_source(textwrap.dedent(inspect.getsource(function)), patch.edits, patch.target)
+    if function.__closure__:
+        # A method that uses zero-argument super() needs its class cell, which a recompiled function would lack.
+        source = source.replace("super()", "super(__owner__, self)")
+    namespace = {"__owner__": owner, **patch.names}
+    for key, value in namespace.items():
+        if getattr(module, key, value) is not value:
+            raise AdaptiveError(f"sglang_adaptive cannot patch {patch.target}: the name {key} is taken in its module.")
+        setattr(module, key, value)
+    scope: dict[str, Any] = {}
+    flags = function.__code__.co_flags & 0x1000000  # from __future__ import annotations
+    exec(compile(source, f"<sglang_adaptive edit of {patch.target}>", "exec", flags, True), vars(module), scope)
+    replacement = scope[name]
+    replacement.__wrapped__ = function
+    replacement.__qualname__ = function.__qualname__
+    if isinstance(raw, classmethod | staticmethod):
+        replacement = replacement if isinstance(replacement, classmethod | staticmethod) else type(raw)(replacement)
+    _rebind(owner, name, raw, replacement)
+
+
+def _rebind(owner: Any, name: str, old: Any, new: Any) -> None:
+    """Set the attribute, and every binding that ``from module import name`` made of it."""
+    from sglang.srt.plugins.hook_registry import _propagate_patch
+
+    setattr(owner, name, new)
+    if isinstance(owner, types.ModuleType):
+        _propagate_patch(old, new, owner)
+
+
+def _apply_hook(patch: Patch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(patch.target, patch.hook, HookType(patch.kind))
+
+
+def apply(patches: list[Patch]) -> None:
+    """Apply each patch once in this process.
+
+    Raises AdaptiveError when another plugin already hooks a target, or when a patch does not take: the host's
+    registry only logs that.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    todo = [patch for patch in patches if patch.target not in _applied]
+    for patch in todo:
+        if patch.target in HookRegistry._hooks or patch.target in HookRegistry._patched:
+            raise AdaptiveError(
+                f"Another SGLang plugin hooks {patch.target}, which sglang_adaptive needs unchanged: uninstall that "
+                "plugin or exclude it with SGLANG_PLUGINS=sglang_adaptive."
+            )
+    for patch in todo:
+        _apply_edit(patch) if patch.edits else _apply_hook(patch)
+        _applied.add(patch.target)
+    HookRegistry.apply_hooks()
+    for patch in todo:
+        owner, name, _ = _owner(patch.target)
+        if not hasattr(inspect.unwrap(getattr(owner, name), stop=lambda f: True), "__wrapped__"):
+            raise AdaptiveError(f"The patch of {patch.target} did not take: see the log above and run the doctor.")
+
+
+def applied() -> list[str]:
+    """Targets patched in this process, sorted."""
+    return sorted(_applied)
