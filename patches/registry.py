@@ -85,10 +85,12 @@ def _apply_edit(patch: Patch) -> None:
     raw = inspect.getattr_static(owner, name)
     function = raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw
     source = edited_source(textwrap.dedent(inspect.getsource(function)), patch.edits, patch.target)
+    namespace = dict(patch.names)
     if function.__closure__:
         # A method that uses zero-argument super() needs its class cell, which a recompiled function would lack.
-        source = source.replace("super()", "super(__owner__, self)")
-    namespace = {"__owner__": owner, **patch.names}
+        cell = f"_sglang_adaptive_owner_of_{name}"
+        source = source.replace("super()", f"super({cell}, self)")
+        namespace[cell] = owner
     for key, value in namespace.items():
         if getattr(module, key, value) is not value:
             raise AdaptiveError(f"sglang_adaptive cannot patch {patch.target}: the name {key} is taken in its module.")
@@ -140,7 +142,7 @@ def apply(patches: list[Patch]) -> None:
     HookRegistry.apply_hooks()
     for patch in todo:
         owner, name, _ = _owner(patch.target)
-        if not hasattr(inspect.unwrap(getattr(owner, name), stop=lambda f: True), "__wrapped__"):
+        if not hasattr(getattr(owner, name), "__wrapped__"):
             raise AdaptiveError(f"The patch of {patch.target} did not take: see the log above and run the doctor.")
 
 

@@ -1,0 +1,129 @@
+"""From ``--speculative-algorithm DSPARK_ADAPTIVE`` to an active plugin in every process of the server.
+
+The host asks in some eighty places which algorithm runs, in a quarter of them by comparing the name. The first step of
+the resolution therefore declares the drafter's family (DSPARK) as the resolved value, which all of them read, while the
+raw record keeps the name that the user gave: that is the adaptive identity.
+
+A child process gets the record by pickling. The marker that ``resolve_family`` hangs onto it activates the plugin when it
+is unpickled, before the child runs its first statement; a child that cannot import the plugin fails there, so none can
+run as stock without anyone noticing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from sglang_adaptive import ALGORITHM
+from sglang_adaptive.errors import AdaptiveError
+
+FAMILY = "DSPARK"
+RAGGED_MODE = "SGLANG_RAGGED_VERIFY_MODE"
+
+_mode_is_ours = False
+
+
+class Marker:
+    """Rides on the server's argument record, and activates the plugin in the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Callable[[], Marker], tuple[()]]:
+        return arrive, ()
+
+
+def arrive() -> Marker:
+    """Activate this process. Called by pickle in each child process."""
+    activate()
+    return Marker()
+
+
+def is_adaptive(server_args: Any) -> bool:
+    """Whether the raw record asks for the adaptive algorithm, in any case."""
+    return (server_args.speculative_algorithm or "").upper() == ALGORITHM
+
+
+def activate() -> None:
+    """Check the host and the options, and apply the patches that this algorithm needs. Idempotent."""
+    from sglang_adaptive.guard import require
+    from sglang_adaptive.options import Options
+    from sglang_adaptive.patches import adaptive, registry
+
+    require()
+    Options.from_env(os.environ)
+    _select_ragged_verification()
+    registry.apply(adaptive.PATCHES)
+
+
+def _select_ragged_verification() -> None:
+    global _mode_is_ours
+    chosen = os.environ.get(RAGGED_MODE)
+    if chosen not in (None, "compact"):
+        raise AdaptiveError(
+            f"{RAGGED_MODE}={chosen} conflicts with {ALGORITHM}, which packs the verified tokens itself: unset it."
+        )
+    if chosen is None:
+        os.environ[RAGGED_MODE] = "compact"
+        _mode_is_ours = True
+
+
+def _deselect_ragged_verification() -> None:
+    """An Engine with another algorithm may follow ours in one process: leave its environment as it was."""
+    global _mode_is_ours
+    if _mode_is_ours:
+        os.environ.pop(RAGGED_MODE, None)
+        _mode_is_ours = False
+
+
+def resolve_family(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """First step of the resolution: activate, and declare the family of the drafter."""
+    if is_adaptive(server_args):
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        activate()
+        server_args._sglang_adaptive = Marker()
+        declare_resolution(server_args, "sglang_adaptive", speculative_algorithm=FAMILY)
+    else:
+        _deselect_ragged_verification()
+    previous(server_args)
+
+
+def check_after_resolution(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Around the host's resolution of the speculative arguments: refuse what cannot work, before weights load."""
+    if is_adaptive(server_args):
+        from sglang_adaptive import checks
+
+        checks.before(server_args)
+        previous(server_args)
+        checks.after(server_args)
+    else:
+        previous(server_args)
+
+
+def worker_class(server_args: Any) -> type:
+    """The worker of the adaptive algorithm (imports the runtime)."""
+    from sglang_adaptive.runtime.worker import AdaptiveDSparkWorker
+
+    return AdaptiveDSparkWorker
+
+
+def family_class() -> type:
+    """The registered algorithm's class: every question is answered as the DSpark family answers it."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+    family = SpeculativeAlgorithm[FAMILY]
+
+    def delegate(name: str) -> Callable[..., Any]:
+        def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(family, name)(*args, **kwargs)
+
+        ask.__name__ = name
+        return ask
+
+    own = {"create_worker"}
+    questions = {
+        name: delegate(name)
+        for name, value in vars(SpeculativeAlgorithm).items()
+        if callable(value) and not name.startswith("_") and name not in own
+    }
+    return type("AdaptiveAlgorithm", (CustomSpecAlgo,), questions)

@@ -1,0 +1,187 @@
+"""What DSPARK_ADAPTIVE refuses before any weight is loaded, one sentence each."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from sglang_adaptive import ALGORITHM
+from sglang_adaptive.errors import AdaptiveError
+
+# (host field, value that is fine, what to say)
+_UNSUPPORTED = (
+    ("enable_lora", (None, False), "LoRA adapters: drop --enable-lora, or serve with --speculative-algorithm DSPARK"),
+    ("lora_paths", (None, [], {}), "LoRA adapters: drop --lora-paths, or serve with --speculative-algorithm DSPARK"),
+    ("enable_two_batch_overlap", (None, False), "two-batch overlap: drop --enable-two-batch-overlap"),
+    ("speculative_adaptive", (None, False), "SGLang's own adaptive steps: drop --speculative-adaptive"),
+    (
+        "speculative_dspark_sps_table_path",
+        (None, ""),
+        "an offline cost table, since it profiles the server itself: drop --speculative-dspark-sps-table-path",
+    ),
+    (
+        "speculative_dspark_align_verify_tokens_to_graph_tier",
+        (None, False),
+        "budget alignment, which its own cost model does: drop --speculative-dspark-align-verify-tokens-to-graph-tier",
+    ),
+    ("disable_cuda_graph_padding", (None, False), "unpadded CUDA graphs: drop --disable-cuda-graph-padding"),
+    ("enable_multi_layer_eagle", (None, False), "EAGLE layers: drop --enable-multi-layer-eagle"),
+)
+
+
+def _refuse(reason: str) -> None:
+    raise AdaptiveError(f"{ALGORITHM} does not work with {reason}.")
+
+
+def before(server_args: Any) -> None:
+    """Refuse flags that cannot work, and a missing or foreign draft. Raises AdaptiveError."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    cfg = resolving_view(server_args)
+    for field, fine, reason in _UNSUPPORTED:
+        if getattr(cfg, field, None) not in fine:
+            _refuse(reason)
+    if cfg.pp_size != 1:
+        _refuse("pipeline parallelism: drop --pipeline-parallel-size")
+    if cfg.attn_dp_size > 1:
+        _refuse("data-parallel attention: drop --enable-dp-attention, or serve with --speculative-algorithm DSPARK")
+    if cfg.disaggregation_mode != "null":
+        _refuse("prefill/decode disaggregation: drop --disaggregation-mode, or serve with --speculative-algorithm DSPARK")
+    path = _draft_path(server_args, cfg)
+    if path is not None:
+        draft = _draft_config(path, cfg)
+        _check_family(path, draft)
+        _check_confidence_head(path, draft)
+        _check_match(path, draft, server_args)
+
+
+def after(server_args: Any) -> None:
+    """Refuse verify lengths that the resolved block cannot have. Raises AdaptiveError."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sglang_adaptive.options import Options, variable
+
+    width = int(resolving_view(server_args).speculative_num_draft_tokens)
+    options = Options.from_env(os.environ)
+    for name in ("min_verify_len", "max_verify_len"):
+        value = getattr(options, name)
+        if value is not None and value > width:
+            raise AdaptiveError(
+                f"Option {name} ({variable(name)}) is {value}, but a request of this draft verifies at most {width} "
+                "tokens in a step (its block plus the anchor)."
+            )
+
+
+def _draft_path(server_args: Any, cfg: Any) -> str | None:
+    """Path or hub name of the draft; None when the target's checkpoint carries it."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    if cfg.speculative_draft_model_path is not None:
+        return str(cfg.speculative_draft_model_path)
+    if speculative_hook._target_checkpoint_bundles_dspark_draft(server_args):
+        return None
+    found = speculative_hook._target_checkpoint_dspark_subfolder(cfg.model_path, cfg.revision, cfg.download_dir)
+    if found is None:
+        raise AdaptiveError(
+            f"{ALGORITHM} needs a draft model, and {cfg.model_path} carries none: name one with "
+            "--speculative-draft-model-path."
+        )
+    return str(found)
+
+
+def _draft_config(path: str, cfg: Any) -> Any:
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
+        raise AdaptiveError(f"The draft model {path} has no config.json: name the folder of a DSpark checkpoint.")
+    try:
+        return get_config(
+            path,
+            trust_remote_code=cfg.trust_remote_code,
+            revision=cfg.speculative_draft_model_revision,
+            model_override_args=json.loads(cfg.json_model_override_args),
+        )
+    except Exception as error:
+        raise AdaptiveError(
+            f"The draft model {path} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:200]}): name a "
+            "DSpark checkpoint with --speculative-draft-model-path."
+        ) from error
+
+
+def _check_family(path: str, draft: Any) -> None:
+    from sglang.srt.speculative.dspark_components.dspark_config import parse_dspark_draft_config
+
+    names = [str(name) for name in getattr(draft, "architectures", None) or []]
+    try:
+        is_dspark = parse_dspark_draft_config(draft_hf_config=draft).require_markov()
+    except Exception:
+        is_dspark = False
+    if is_dspark:
+        return
+    shown = ", ".join(names) or "an unknown architecture"
+    if any(word in name.lower() for name in names for word in ("eagle", "nextn", "mtp")):
+        raise AdaptiveError(
+            f"The draft model {path} is {shown}: {ALGORITHM} adapts DSpark drafts only so far; serve this one with "
+            "--speculative-algorithm EAGLE or EAGLE3."
+        )
+    raise AdaptiveError(
+        f"The draft model {path} is {shown}, which is no DSpark draft (it has no Markov head): name a DSpark checkpoint "
+        "with --speculative-draft-model-path."
+    )
+
+
+def _nested(config: Any, key: str, default: Any = None) -> Any:
+    """A field of the draft's configuration, which exporters put at the top or under dspark_config or dflash_config."""
+    value = getattr(config, key, None)
+    for section in ("dspark_config", "dflash_config"):
+        if value is None:
+            value = (getattr(config, section, None) or {}).get(key)
+    return default if value is None else value
+
+
+def _check_confidence_head(path: str, draft: Any) -> None:
+    missing = not _nested(draft, "enable_confidence_head", True)
+    if not missing and os.path.isdir(path):
+        names = _weight_names(Path(path))
+        missing = bool(names) and not any(name.startswith("confidence_head.") for name in names)
+    if missing:
+        raise AdaptiveError(
+            f"The draft model {path} has no confidence head, which {ALGORITHM} sizes its verification by: use a DSpark "
+            "checkpoint trained with one, or serve this one with --speculative-algorithm DSPARK."
+        )
+
+
+def _weight_names(folder: Path) -> set[str]:
+    """Names of the tensors in a local safetensors checkpoint, read from the headers only."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return set(json.loads(index.read_text())["weight_map"])
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="np") as weights:
+            names.update(weights.keys())
+    return names
+
+
+def _check_match(path: str, draft: Any, server_args: Any) -> None:
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    model = model_config_of(server_args)
+    target = model.hf_text_config
+    if getattr(draft, "model_type", "") == getattr(target, "model_type", "").replace("_text", "") == "deepseek_v4":
+        return
+    pairs = (
+        ("vocabulary", "tokens", getattr(draft, "vocab_size", None), model.vocab_size),
+        ("hidden size", "", getattr(draft, "hidden_size", None), model.hidden_size),
+        ("number of target layers", "", _nested(draft, "num_target_layers"), model.num_hidden_layers),
+    )
+    for what, unit, of_draft, of_target in pairs:
+        if of_draft is not None and of_target is not None and int(of_draft) != int(of_target):
+            raise AdaptiveError(
+                f"The draft model {path} was trained for another target: its {what} is {of_draft}{' ' * bool(unit)}{unit}, "
+                f"the target's {of_target}; use the draft that belongs to {server_args.model_path}."
+            )
