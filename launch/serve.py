@@ -44,13 +44,10 @@ def split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve until the server ends. A wrong option or a refusal of the plugin is one line and exit status 1."""
-    try:
-        environ, host = split(argv)
-        os.environ.update(environ)
-        Options.from_env()
-        sys.argv = ["sglang.launch_server", *host]
-        # As ``python -m sglang.launch_server`` would: the host's child processes re-import the main module by its name.
-        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-    except AdaptiveError as error:
-        sys.exit(f"error: {error}")
+    """Serve until the server ends. Raises AdaptiveError for a wrong option before the host is imported."""
+    environ, host = split(argv)
+    os.environ.update(environ)
+    Options.from_env()
+    sys.argv = ["sglang.launch_server", *host]
+    # As ``python -m sglang.launch_server`` would: the host's child processes re-import the main module by its name.
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
