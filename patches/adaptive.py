@@ -33,7 +33,7 @@ PATCHES = [
         kind="around",
         why="The host resolves the drafter's family; its worker class is chosen here, where only an out-of-tree "
         "platform could replace it.",
-        remove_when="the host looks up the worker of a registered algorithm by the raw name, or asks the platform on CUDA too",
+        remove_when="the host looks the worker up by the raw name, or asks the platform on CUDA too",
     ),
     Patch(
         target="sglang.srt.server_args.ServerArgs.resolved_dict",

@@ -7,9 +7,12 @@ in the host module's namespace: the new body differs from the host's by exactly 
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
 import importlib
 import inspect
+import linecache
 import pkgutil
 import textwrap
 import types
@@ -58,7 +61,7 @@ class Patch:
         return (self.target, *self.depends)
 
 
-_applied: set[str] = set()
+_applied: dict[str, Patch] = {}
 
 
 def edited_source(source: str, edits: tuple[Edit, ...], target: str) -> str:
@@ -83,27 +86,25 @@ def _owner(target: str) -> tuple[Any, str, types.ModuleType]:
 def _apply_edit(patch: Patch) -> None:
     owner, name, module = _owner(patch.target)
     raw = inspect.getattr_static(owner, name)
-    function = raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw
+    function = inspect.unwrap(raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw)
+    if set(function.__code__.co_freevars) - {"__class__"}:
+        raise AdaptiveError(f"sglang_adaptive cannot patch {patch.target}: it is a closure.")
     source = edited_source(textwrap.dedent(inspect.getsource(function)), patch.edits, patch.target)
-    namespace = dict(patch.names)
-    if function.__closure__:
-        # A method that uses zero-argument super() needs its class cell, which a recompiled function would lack.
-        cell = f"_sglang_adaptive_owner_of_{name}"
-        source = source.replace("super()", f"super({cell}, self)")
-        namespace[cell] = owner
-    for key, value in namespace.items():
-        if getattr(module, key, value) is not value:
-            raise AdaptiveError(f"sglang_adaptive cannot patch {patch.target}: the name {key} is taken in its module.")
-        setattr(module, key, value)
+    # The class cell of a zero-argument super() and the added names become cells of an enclosing function, so that
+    # nothing is left behind in the host module.
+    enclosing = ast.parse(f"def enclosing({', '.join(['__class__', *patch.names])}):\n    pass\n    return {name}")
+    enclosing.body[0].body[0] = ast.parse(source).body[0]
+    filename = f"<sglang_adaptive edit of {patch.target}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
     scope: dict[str, Any] = {}
-    flags = function.__code__.co_flags & 0x1000000  # from __future__ import annotations
-    exec(compile(source, f"<sglang_adaptive edit of {patch.target}>", "exec", flags, True), vars(module), scope)
-    replacement = scope[name]
-    replacement.__wrapped__ = function
-    replacement.__qualname__ = function.__qualname__
-    if isinstance(raw, classmethod | staticmethod):
-        replacement = replacement if isinstance(replacement, classmethod | staticmethod) else type(raw)(replacement)
+    exec(compile(enclosing, filename, "exec", flags, True), vars(module), scope)
+    replacement = scope["enclosing"](owner, **patch.names)
+    plain = replacement.__func__ if isinstance(replacement, classmethod | staticmethod) else replacement
+    plain.__qualname__ = function.__qualname__
     _rebind(owner, name, raw, replacement)
+    if inspect.getattr_static(owner, name) is not replacement:
+        raise AdaptiveError(f"The patch of {patch.target} did not take: another plugin replaces it at the same time.")
 
 
 def _rebind(owner: Any, name: str, old: Any, new: Any) -> None:
@@ -129,8 +130,10 @@ def apply(patches: list[Patch]) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    todo = [patch for patch in patches if patch.target not in _applied]
+    todo = [patch for patch in patches if _applied.get(patch.target) is not patch]
     for patch in todo:
+        if patch.target in _applied:
+            raise AdaptiveError(f"sglang_adaptive declares two patches of {patch.target}: merge them into one.")
         if patch.target in HookRegistry._hooks or patch.target in HookRegistry._patched:
             raise AdaptiveError(
                 f"Another SGLang plugin hooks {patch.target}, which sglang_adaptive needs unchanged: uninstall that "
@@ -138,11 +141,12 @@ def apply(patches: list[Patch]) -> None:
             )
     for patch in todo:
         _apply_edit(patch) if patch.edits else _apply_hook(patch)
-        _applied.add(patch.target)
-    HookRegistry.apply_hooks()
+        _applied[patch.target] = patch
+    if any(patch.hook for patch in todo):
+        HookRegistry.apply_hooks()
     for patch in todo:
-        owner, name, _ = _owner(patch.target)
-        if not hasattr(getattr(owner, name), "__wrapped__"):
+        # The host only logs a hook that it could not apply.
+        if patch.hook and patch.target not in HookRegistry._patched:
             raise AdaptiveError(f"The patch of {patch.target} did not take: see the log above and run the doctor.")
 
 

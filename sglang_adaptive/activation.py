@@ -4,19 +4,22 @@ The host asks in some eighty places which algorithm runs, in a quarter of them b
 the resolution therefore declares the drafter's family (DSPARK) as the resolved value, which all of them read, while the
 raw record keeps the name that the user gave: that is the adaptive identity.
 
-A child process gets the record by pickling. The marker that ``resolve_family`` hangs onto it activates the plugin when it
-is unpickled, before the child runs its first statement; a child that cannot import the plugin fails there, so none can
-run as stock without anyone noticing.
+A child process gets the record by pickling. The marker that ``resolve_family`` hangs onto it activates the plugin when
+it is unpickled, before the child runs its first statement; a child that cannot import the plugin fails there, so none
+can run as stock without anyone noticing.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from sglang_adaptive import ALGORITHM
 from sglang_adaptive.errors import AdaptiveError
+
+logger = logging.getLogger(__name__)
 
 FAMILY = "DSPARK"
 RAGGED_MODE = "SGLANG_RAGGED_VERIFY_MODE"
@@ -25,16 +28,24 @@ _mode_is_ours = False
 
 
 class Marker:
-    """Rides on the server's argument record, and activates the plugin in the process that unpickles it."""
+    """Rides on the server's argument record, and activates the plugin in the process that unpickles it.
 
-    def __reduce__(self) -> tuple[Callable[[], Marker], tuple[()]]:
-        return arrive, ()
+    ``mode`` is the host's ragged verification mode: ``compact``, or ``static`` on an attention backend that can only
+    verify uniformly.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+
+    def __reduce__(self) -> tuple[Callable[[str], Marker], tuple[str]]:
+        return arrive, (self.mode,)
 
 
-def arrive() -> Marker:
+def arrive(mode: str) -> Marker:
     """Activate this process. Called by pickle in each child process."""
+    _set_mode(mode)
     activate()
-    return Marker()
+    return Marker(mode)
 
 
 def is_adaptive(server_args: Any) -> bool:
@@ -50,23 +61,17 @@ def activate() -> None:
 
     require()
     Options.from_env(os.environ)
-    _select_ragged_verification()
     registry.apply(adaptive.PATCHES)
 
 
-def _select_ragged_verification() -> None:
+def _set_mode(mode: str) -> None:
+    """The host reads its mode from the environment, in the launcher and in every child."""
     global _mode_is_ours
-    chosen = os.environ.get(RAGGED_MODE)
-    if chosen not in (None, "compact"):
-        raise AdaptiveError(
-            f"{RAGGED_MODE}={chosen} conflicts with {ALGORITHM}, which packs the verified tokens itself: unset it."
-        )
-    if chosen is None:
-        os.environ[RAGGED_MODE] = "compact"
-        _mode_is_ours = True
+    os.environ[RAGGED_MODE] = mode
+    _mode_is_ours = True
 
 
-def _deselect_ragged_verification() -> None:
+def _unset_mode() -> None:
     """An Engine with another algorithm may follow ours in one process: leave its environment as it was."""
     global _mode_is_ours
     if _mode_is_ours:
@@ -76,14 +81,16 @@ def _deselect_ragged_verification() -> None:
 
 def resolve_family(server_args: Any, previous: Callable[[Any], None]) -> None:
     """First step of the resolution: activate, and declare the family of the drafter."""
+    _unset_mode()
     if is_adaptive(server_args):
         from sglang.srt.arg_groups.overrides import declare_resolution
 
+        if RAGGED_MODE in os.environ:
+            raise AdaptiveError(f"{RAGGED_MODE} is set, but {ALGORITHM} chooses the mode itself: unset it.")
         activate()
-        server_args._sglang_adaptive = Marker()
+        _set_mode("compact")
+        server_args._sglang_adaptive = Marker("compact")
         declare_resolution(server_args, "sglang_adaptive", speculative_algorithm=FAMILY)
-    else:
-        _deselect_ragged_verification()
     previous(server_args)
 
 
@@ -93,10 +100,23 @@ def check_after_resolution(server_args: Any, previous: Callable[[Any], None]) ->
         from sglang_adaptive import checks
 
         checks.before(server_args)
+        _fall_back_to_uniform(server_args)
         previous(server_args)
         checks.after(server_args)
     else:
         previous(server_args)
+
+
+def _fall_back_to_uniform(server_args: Any) -> None:
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
+
+    from sglang_adaptive.backends import uniform_reason
+
+    reason = uniform_reason(attention_backends_of(resolving_view(server_args)))
+    if reason is not None:
+        logger.warning("%s: %s.", ALGORITHM, reason)
+        _set_mode("static")
+        server_args._sglang_adaptive = Marker("static")
 
 
 def worker_class(server_args: Any) -> type:

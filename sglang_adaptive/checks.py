@@ -48,7 +48,7 @@ def before(server_args: Any) -> None:
     if cfg.attn_dp_size > 1:
         _refuse("data-parallel attention: drop --enable-dp-attention, or serve with --speculative-algorithm DSPARK")
     if cfg.disaggregation_mode != "null":
-        _refuse("prefill/decode disaggregation: drop --disaggregation-mode, or serve with --speculative-algorithm DSPARK")
+        _refuse("prefill/decode disaggregation: drop --disaggregation-mode, or select --speculative-algorithm DSPARK")
     path = _draft_path(server_args, cfg)
     if path is not None:
         draft = _draft_config(path, cfg)
@@ -105,8 +105,8 @@ def _draft_config(path: str, cfg: Any) -> Any:
         )
     except Exception as error:
         raise AdaptiveError(
-            f"The draft model {path} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:200]}): name a "
-            "DSpark checkpoint with --speculative-draft-model-path."
+            f"The draft model {path} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:200]}): name "
+            "a DSpark checkpoint with --speculative-draft-model-path."
         ) from error
 
 
@@ -127,8 +127,8 @@ def _check_family(path: str, draft: Any) -> None:
             "--speculative-algorithm EAGLE or EAGLE3."
         )
     raise AdaptiveError(
-        f"The draft model {path} is {shown}, which is no DSpark draft (it has no Markov head): name a DSpark checkpoint "
-        "with --speculative-draft-model-path."
+        f"The draft model {path} is {shown}, which is no DSpark draft (it has no Markov head): name a DSpark "
+        "checkpoint with --speculative-draft-model-path."
     )
 
 
@@ -175,13 +175,13 @@ def _check_match(path: str, draft: Any, server_args: Any) -> None:
     if getattr(draft, "model_type", "") == getattr(target, "model_type", "").replace("_text", "") == "deepseek_v4":
         return
     pairs = (
-        ("vocabulary", "tokens", getattr(draft, "vocab_size", None), model.vocab_size),
-        ("hidden size", "", getattr(draft, "hidden_size", None), model.hidden_size),
-        ("number of target layers", "", _nested(draft, "num_target_layers"), model.num_hidden_layers),
+        ("vocabulary size", getattr(draft, "vocab_size", None), model.vocab_size),
+        ("hidden size", getattr(draft, "hidden_size", None), model.hidden_size),
+        ("number of target layers", _nested(draft, "num_target_layers"), model.num_hidden_layers),
     )
-    for what, unit, of_draft, of_target in pairs:
+    for what, of_draft, of_target in pairs:
         if of_draft is not None and of_target is not None and int(of_draft) != int(of_target):
             raise AdaptiveError(
-                f"The draft model {path} was trained for another target: its {what} is {of_draft}{' ' * bool(unit)}{unit}, "
-                f"the target's {of_target}; use the draft that belongs to {server_args.model_path}."
+                f"The draft model {path} was trained for another target: its {what} is {of_draft}, the target's "
+                f"{of_target}; use the draft that belongs to {server_args.model_path}."
             )

@@ -1,0 +1,301 @@
+"""What a step costs on this machine: timed once at start-up, kept on disk.
+
+Target verification is timed by token count, drafting by request count and acceptance by both, each through the very
+calls that serving makes (with CUDA graphs where they were captured). On the CPU these are eager forwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_model, get_parallel, get_spec
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window, ragged_capture_num_tokens
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_adaptive import HOST_VERSION, __version__
+from sglang_adaptive.options import Options
+from sglang_adaptive.policy.cost import CostModel, CostTableError, VerifySample
+
+logger = logging.getLogger(__name__)
+
+REPLAYS = 5
+SHORT_KV, LONG_KV = 128, 2048
+
+
+def profile(worker: Any, options: Options) -> CostModel:
+    """The cost model of this server: from the cache, or timed now; equal on all tensor-parallel ranks.
+
+    Without a profile the model knows nothing, and the policy verifies everything.
+    """
+    if options.profile == "off":
+        logger.warning("sglang_adaptive: profiling is off, so every draft token is verified.")
+        return CostModel.empty()
+    key = _key(worker)
+    path = options.cache_dir / f"cost-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    leader = get_parallel().tp_rank == 0
+    cost = _load(path, key) if leader and options.profile == "on" else None
+    if _broadcast(cost is None):
+        timed = _Timer(worker, options.profile_seconds).run()
+        if leader:
+            cost = timed
+            _save(cost, path, key)
+    return _broadcast(cost)
+
+
+def _broadcast(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    group = get_parallel().tp_group
+    return group.broadcast_object(value, src=0) if group.world_size > 1 else value
+
+
+def _load(path: Path, key: dict[str, str]) -> CostModel | None:
+    if not path.exists():
+        return None
+    try:
+        cost = CostModel.load(path, key)
+    except CostTableError as error:
+        logger.warning("sglang_adaptive: the cost table %s is not usable (%s): profiling again.", path, error)
+        return None
+    logger.info("sglang_adaptive: step costs read from %s", path)
+    return cost
+
+
+def _save(cost: CostModel, path: Path, key: dict[str, str]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cost.save(path, key)
+    except OSError as error:
+        logger.warning("sglang_adaptive: the cost table cannot be kept (%s): the next start profiles again.", error)
+
+
+def _key(worker: Any) -> dict[str, str]:
+    runner = worker.model_runner
+    device = torch.device(worker.device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hardware = f"{properties.name}, {properties.multi_processor_count} SMs"
+    else:
+        hardware = f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    facts = {
+        "target": get_model().model_path,
+        "target_config": hashlib.sha256(runner.model_config.hf_config.to_json_string().encode()).hexdigest()[:16],
+        "draft": get_spec().speculative_draft_model_path,
+        "dtype": str(runner.dtype),
+        "quantization": str(runner.model_config.quantization),
+        "gamma": worker.gamma,
+        "hardware": hardware,
+        "tp_size": get_parallel().tp_size,
+        "target_backend": type(runner.attn_backend).__name__,
+        "draft_backend": type(worker.draft_model_runner.attn_backend).__name__,
+        "graphs": ragged_capture_num_tokens(model_runner=runner),
+        "max_requests": runner.max_running_requests,
+        "versions": [__version__, HOST_VERSION, torch.__version__],
+    }
+    return {name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()}
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "cpu"
+
+
+class _Timer:
+    """Times the parts of a step on dummy requests, which all use the host's padding slot."""
+
+    def __init__(self, worker: Any, seconds: float) -> None:
+        self.worker, self.runner, self.device = worker, worker.model_runner, worker.device
+        self.width = worker.verify_num_draft_tokens
+        self.seconds = seconds
+        self.tiers = ragged_capture_num_tokens(model_runner=self.runner)
+        self.max_requests = self.runner.max_running_requests
+
+    def run(self) -> CostModel:
+        """Time everything within the seconds given, smallest sizes first; what is not reached is extrapolated."""
+        started = time.monotonic()
+        tokens = self._token_grid()
+        requests = sorted({min(count, self.max_requests) for count in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)})
+        kv_lengths = [length for length in (SHORT_KV, LONG_KV) if length + self.width < self._max_context()]
+        jobs: list[tuple[str, int, int]] = [("draft", count, SHORT_KV) for count in requests]
+        jobs += [("accept", count, 0) for count in tokens]
+        jobs += [("verify", count, length) for length in kv_lengths for count in tokens]
+        jobs.sort(key=lambda job: (job[1], job[2]))
+        results: dict[str, list[Any]] = {"draft": [], "accept": [], "verify": []}
+        for number, (kind, count, kv_length) in enumerate(jobs):
+            spent = time.monotonic() - started
+            if _broadcast(spent > self.seconds) and all(len(found) >= 3 for found in results.values()):
+                logger.warning(
+                    "sglang_adaptive: profiled %d of %d sizes in %.1f s; larger ones are extrapolated.",
+                    number,
+                    len(jobs),
+                    spent,
+                )
+                break
+            times = self._time(kind, count, kv_length)
+            if kind == "verify":
+                total_kv = kv_length * self._rows(count)
+                results[kind] += [VerifySample(count, total_kv, ms) for ms in times]
+            else:
+                results[kind] += [(count, ms) for ms in times]
+            if number % 8 == 0 or number == len(jobs) - 1:
+                logger.info(
+                    "sglang_adaptive: profiling step costs, %d/%d (%s of %d: %.2f ms), %.1f s",
+                    number + 1,
+                    len(jobs),
+                    kind,
+                    count,
+                    statistics.median(times),
+                    time.monotonic() - started,
+                )
+        return CostModel.from_samples(
+            verify=results["verify"],
+            draft=results["draft"],
+            sampling=results["accept"],
+            overhead_ms=0.0,
+            capture_limit=self.tiers[-1] if self.tiers else None,
+        )
+
+    def _token_grid(self) -> list[int]:
+        limit = self.max_requests * self.width
+        if self.tiers:
+            return [count for count in self.tiers if count <= limit] or [self.tiers[0]]
+        grid, count = [], 1
+        while count < limit:
+            grid.append(count)
+            count = max(count + 1, int(count * 1.6))
+        return [*grid, limit]
+
+    def _max_context(self) -> int:
+        return int(self.runner.req_to_token_pool.req_to_token.shape[1])
+
+    def _rows(self, tokens: int) -> int:
+        """Requests of a step with so many tokens: about half of each block is verified."""
+        return max(1, min(self.max_requests, -(-tokens // max(1, self.width // 2))))
+
+    @torch.inference_mode()
+    def _time(self, kind: str, count: int, kv_length: int) -> list[float]:
+        call = {"verify": self._verify, "draft": self._draft, "accept": self._accept}[kind](count, kv_length)
+        call()
+        times = []
+        for _ in range(REPLAYS):
+            self._synchronize()
+            started = time.perf_counter()
+            call()
+            self._synchronize()
+            times.append((time.perf_counter() - started) * 1e3)
+        return times
+
+    def _synchronize(self) -> None:
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.synchronize()
+
+    def _verify(self, tokens: int, kv_length: int) -> Any:
+        rows = self._rows(tokens)
+        base, rest = divmod(tokens, rows)
+        lens = [base + 1] * rest + [base] * (rows - rest)
+        layout = RaggedVerifyLayout.from_verify_lens(
+            verify_lens_cpu=lens, device=self.device, grid=self.tiers or [tokens], graph_num_tokens_floor=tokens
+        )
+        offsets = torch.cat([torch.arange(length) for length in lens])
+        seq_lens_cpu = torch.full((rows,), kv_length, dtype=torch.int64)
+
+        def call() -> None:
+            batch = ForwardBatch(
+                forward_mode=ForwardMode.TARGET_VERIFY,
+                batch_size=rows,
+                input_ids=self._zeros(layout.graph_num_tokens),
+                req_pool_indices=self._zeros(rows),
+                seq_lens=seq_lens_cpu.to(self.device),
+                out_cache_loc=self._zeros(layout.graph_num_tokens),
+                seq_lens_sum=rows * kv_length + tokens,
+                seq_lens_cpu=seq_lens_cpu + torch.tensor(lens),
+                positions=self._padded(offsets + kv_length, layout.graph_num_tokens),
+                spec_algorithm=SpeculativeAlgorithm.DSPARK,
+                spec_info=DFlashVerifyInput(
+                    draft_token=self._zeros(layout.graph_num_tokens),
+                    positions=self._padded(offsets + kv_length, layout.graph_num_tokens),
+                    draft_token_num=self.width,
+                    custom_mask=None,
+                    capture_hidden_mode=CaptureHiddenMode.FULL,
+                    ragged_verify_layout=layout,
+                    live_seq_lens_cpu=seq_lens_cpu,
+                ),
+                capture_hidden_mode=CaptureHiddenMode.FULL,
+            )
+            batch.global_num_token_non_padded_cpu = layout.graph_num_tokens
+            batch.num_token_non_padded_cpu = layout.graph_num_tokens
+            self.runner.kv_index_translator.bind_own_plan(batch)
+            graphs = self.runner.decode_cuda_graph_runner
+            if graphs is not None and graphs.can_run_graph(batch):
+                graphs.load_batch(batch)
+            else:
+                self.runner.attn_backend.init_forward_metadata(batch)
+            self.worker.target_worker.forward_batch_generation(
+                batch=None, forward_batch=batch, is_verify=True, skip_attn_backend_init=True
+            )
+
+        return call
+
+    def _draft(self, requests: int, kv_length: int) -> Any:
+        seq_lens_cpu = torch.full((requests,), kv_length, dtype=torch.int64)
+        batch = SimpleNamespace(
+            req_pool_indices=self._zeros(requests),
+            seq_lens=seq_lens_cpu.to(self.device),
+            seq_lens_cpu=seq_lens_cpu,
+            global_num_tokens=None,
+            global_num_tokens_for_logprob=None,
+            can_run_decode_cuda_graph=False,
+            is_extend_in_batch=False,
+            dp_spec_prefill_coordination_applied=False,
+        )
+        draft_input = SimpleNamespace(bonus_tokens=self._zeros(requests), nxt_kv_lens_cpu=None)
+
+        def call() -> None:
+            window = alloc_verify_window(
+                batch=batch,
+                bs=requests,
+                device=self.device,
+                verify_num_draft_tokens=self.width,
+                block_pos_offsets=self.worker._block_pos_offsets,
+                model_runner=self.runner,
+                seq_lens_cpu=seq_lens_cpu,
+            )
+            with self.worker._draft_context():
+                self.worker._proposer.propose(
+                    batch=batch,
+                    draft_input=draft_input,
+                    verify_window=window,
+                    bs=requests,
+                    device=self.device,
+                    target_model=self.runner.model,
+                    sampling_info=None,
+                )
+
+        return call
+
+    def _accept(self, tokens: int, _kv_length: int) -> Any:
+        vocab = self.runner.model_config.vocab_size
+        logits = torch.zeros((tokens, vocab), dtype=torch.float32, device=self.device)
+
+        def call() -> None:
+            logits.argmax(dim=-1)
+
+        return call
+
+    def _zeros(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int64, device=self.device)
+
+    def _padded(self, values: torch.Tensor, count: int) -> torch.Tensor:
+        return torch.nn.functional.pad(values, (0, count - values.numel())).to(self.device)

@@ -1,0 +1,143 @@
+"""Confidences and outcomes of finished steps, from the device to the CPU, without ever waiting for a running step.
+
+The CPU sizes step n while step n-1 runs, so the newest step it may look at is n-2 (n-1 when the host does not overlap).
+That lag makes the sizing lossless: a budget never depends on a draft token that it may trim. It is the same on every
+rank, too: a step is read when it is old enough, never when its copy happens to have arrived.
+
+Requests move between the rows of a batch from step to step, so a row means nothing. State is keyed by the request slot,
+and by the slot's generation, which the host raises each time it hands the slot to a new request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+OVERLAP_LAG = 2
+SYNC_LAG = 1
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A finished decode step of R requests with K drafts each, on the CPU.
+
+    Attributes:
+        iteration: the host's step counter when it ran.
+        slots: [R] int64 request slots.
+        generations: [R] int64 generation of each slot.
+        kv_tokens: tokens in the batch's KV cache, as the decision saw them.
+        confidence: [R, K] float32 live confidences.
+        verify_lens: [R] int64 verified tokens, the anchor included.
+        commit_lens: [R] int64 committed tokens, the bonus token included.
+    """
+
+    iteration: int
+    slots: np.ndarray
+    generations: np.ndarray
+    kv_tokens: float
+    confidence: np.ndarray
+    verify_lens: np.ndarray
+    commit_lens: np.ndarray
+
+
+@dataclass
+class _Flight:
+    iteration: int
+    slots: np.ndarray
+    generations: np.ndarray
+    kv_tokens: float
+    host: torch.Tensor
+    done: Any
+
+
+class StepRelay:
+    """Double-buffered copies of finished steps.
+
+    Args:
+        num_slots: request slots of the server.
+        gamma: K, drafts per request.
+        max_requests: most requests in a batch.
+        device: where the steps run.
+        lag: how many iterations old a step must be before it is read (``OVERLAP_LAG`` or ``SYNC_LAG``).
+    """
+
+    def __init__(self, *, num_slots: int, gamma: int, max_requests: int, device: str, lag: int) -> None:
+        self.gamma, self.lag = gamma, lag
+        self._cuda = torch.device(device).type == "cuda"
+        self._confidence = np.ones((num_slots, gamma), dtype=np.float32)
+        self._generation = np.full(num_slots, -1, dtype=np.int64)
+        # One buffer for the step that runs, one for each step that is not old enough yet, one to spare.
+        self._buffers = deque(
+            torch.empty((max_requests, gamma + 2), dtype=torch.float32, pin_memory=self._cuda) for _ in range(lag + 2)
+        )
+        self._flights: deque[_Flight] = deque()
+        self._stream = torch.cuda.Stream() if self._cuda else None
+
+    def publish(
+        self,
+        *,
+        iteration: int,
+        slots: np.ndarray,
+        generations: np.ndarray,
+        kv_tokens: float,
+        confidence: torch.Tensor,
+        verify_lens: torch.Tensor,
+        commit_lens: torch.Tensor,
+    ) -> None:
+        """Start the copy of a step just launched, in stream order. Device tensors: [R, K], [R] and [R]."""
+        packed = torch.cat(
+            [confidence.float(), verify_lens.float().unsqueeze(1), commit_lens.float().unsqueeze(1)], dim=1
+        )
+        host = self._take_buffer(len(slots))
+        done = None
+        if self._cuda:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                host.copy_(packed, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record()
+            # The allocator must not hand the memory out again while the side stream reads it.
+            packed.record_stream(self._stream)
+        else:
+            host.copy_(packed)
+        self._flights.append(_Flight(iteration, slots, generations, kv_tokens, host, done))
+
+    def _take_buffer(self, rows: int) -> torch.Tensor:
+        if not self._buffers:
+            raise RuntimeError("a step was published before the earlier ones were collected")
+        buffer = self._buffers.popleft()
+        if buffer.shape[0] < rows:
+            buffer = torch.empty((rows, self.gamma + 2), dtype=torch.float32, pin_memory=self._cuda)
+        return buffer[:rows]
+
+    def collect(self, iteration: int) -> list[StepRecord]:
+        """Steps that are old enough at ``iteration``, oldest first; their confidences become readable."""
+        records = []
+        while self._flights and self._flights[0].iteration <= iteration - self.lag:
+            flight = self._flights.popleft()
+            if flight.done is not None:
+                flight.done.synchronize()  # the host has processed this step's results: nothing is left to wait for
+            rows = flight.host.numpy().copy()
+            base = flight.host._base
+            self._buffers.append(flight.host if base is None else base)
+            record = StepRecord(
+                iteration=flight.iteration,
+                slots=flight.slots,
+                generations=flight.generations,
+                kv_tokens=flight.kv_tokens,
+                confidence=rows[:, : self.gamma],
+                verify_lens=rows[:, self.gamma].astype(np.int64),
+                commit_lens=rows[:, self.gamma + 1].astype(np.int64),
+            )
+            self._confidence[record.slots] = record.confidence
+            self._generation[record.slots] = record.generations
+            records.append(record)
+        return records
+
+    def read(self, slots: np.ndarray, generations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Newest readable confidences of these requests: [R, K] float32, and [R] bool, False where there are none."""
+        return self._confidence[slots], self._generation[slots] == generations
