@@ -5,8 +5,8 @@ documenting a function does not change it, a changed body does. A signature alon
 bodies only.
 
 ``fingerprints.json`` holds the fingerprint of every symbol that a patch changes or that the plugin relies on, and the
-SHA-256 of each file that defines one: nothing is parsed while the files are byte for byte the recorded ones, so the check
-at start-up takes milliseconds.
+SHA-256 of each file that defines one: nothing is parsed while the files are byte for byte the recorded ones, and the
+check at start-up takes milliseconds.
 """
 
 from __future__ import annotations

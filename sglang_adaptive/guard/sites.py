@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,11 +195,12 @@ def walk(root: Path | None = None) -> dict[str, Site]:
     """Every site, as ``{"file::qualname": {"asks": {kind: count}, "receives": {how: count}}}``."""
     root = root or host.root()
     names, methods = algorithm_names(root)
-    wanted = re.compile("|".join([FIELD, *(f"['\"]{n}['\"]" for n in names), *(rf"\.{m}\(" for m in methods)]), re.I)
+    spellings = [*names, *(name.lower() for name in names)]
+    wanted = [FIELD, *(f'"{name}"' for name in spellings), *(f".{method}(" for method in methods)]
     result: dict[str, Site] = {}
     for path in _sources(root):
         source = path.read_text(encoding="utf-8")
-        if not wanted.search(source):
+        if not any(text in source for text in wanted):
             continue
         file = path.relative_to(root).as_posix()
         walker = _Walker(file, names, methods)
