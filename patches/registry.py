@@ -150,6 +150,25 @@ def apply(patches: list[Patch]) -> None:
             raise AdaptiveError(f"The patch of {patch.target} did not take: see the log above and run the doctor.")
 
 
+def refuse_foreign_hooks() -> None:
+    """Raise AdaptiveError when another plugin hooks what a patch of ours targets or depends on.
+
+    Plugins are loaded in any order, so this is asked again when the worker is built: the host silently drops a hook on
+    a target that is already patched, and a hook on something that a patch depends on would change its meaning.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    ours = {id(patch.hook) for patch in _applied.values()}
+    for symbol in {symbol for patch in _applied.values() for symbol in patch.symbols}:
+        foreign = [source for _, hook, source in HookRegistry._hooks.get(symbol, ()) if id(hook) not in ours]
+        if foreign:
+            name = getattr(foreign[0], "plugin_name", "unknown")
+            raise AdaptiveError(
+                f"The SGLang plugin {name} hooks {symbol}, which sglang_adaptive needs unchanged: uninstall it, or "
+                "exclude it with SGLANG_PLUGINS=sglang_adaptive."
+            )
+
+
 def applied() -> list[str]:
     """Targets patched in this process, sorted."""
     return sorted(_applied)

@@ -1,0 +1,56 @@
+"""What a server on the CPU platform assumes where the user says nothing."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang_adaptive.platform_cpu import ATTENTION_BACKEND
+
+MAX_TOTAL_TOKENS = 65536
+MAX_RUNNING_REQUESTS = 64
+
+
+def cores_per_rank(ranks: int) -> list[list[int]]:
+    """The cores of this process dealt out to the ranks of one host, at least one each; shared when there are fewer."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // ranks)
+    return [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks)]
+
+
+def export_thread_counts(ranks: int) -> None:
+    """Set the thread environment that the server's processes inherit, unless the user has set it."""
+    shares = cores_per_rank(ranks)
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, share)) for share in shares))
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(shares[0])))
+
+
+def apply(server_args: Any) -> None:
+    """Fill in the defaults; assignments are recorded by the host as this platform's declarations."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    graphs = server_args.cuda_graph_config
+    for phase in Phase.ALL:
+        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    server_args.cuda_graph_config = graphs
+    # Acceptance compares the argmax of two differently batched forwards: in bfloat16 they part at near ties.
+    if server_args.dtype == "auto":
+        server_args.dtype = "float32"
+    if server_args.max_total_tokens is None:
+        server_args.max_total_tokens = MAX_TOTAL_TOKENS
+    if server_args.max_running_requests is None:
+        server_args.max_running_requests = MAX_RUNNING_REQUESTS
+    if server_args.speculative_draft_attention_backend is None:
+        server_args.speculative_draft_attention_backend = ATTENTION_BACKEND
+    # A sliding window is a mask here, not a pool of its own.
+    server_args.disable_hybrid_swa_memory = True
+    export_thread_counts(server_args.tp_size * server_args.dp_size * server_args.pp_size)
+
+
+def cpu_backends(server_args: Any, previous: Any) -> None:
+    """Resolution hook: our attention backend where the host would pick its own CPU engine's."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    if resolving_view(server_args).attention_backend is None:
+        declare_resolution(server_args, "adaptive_cpu", attention_backend=ATTENTION_BACKEND)
+    previous(server_args)

@@ -1,0 +1,88 @@
+"""The host's platform seam, filled in for a plain CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang.srt.arg_groups import choices
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
+from sglang_adaptive.patches import cpu_arguments, registry
+from sglang_adaptive.platform_cpu import ATTENTION_BACKEND, defaults
+
+
+def speculative_cache_locs(
+    *,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: Any,
+) -> torch.Tensor:
+    """KV slots of positions ``[start_offset, end_offset)`` of every request, packed request by request, int64."""
+    lengths = (end_offset - start_offset).to(torch.int64)
+    rows = torch.repeat_interleave(req_pool_indices.to(torch.int64), lengths)
+    firsts = torch.cumsum(lengths, 0) - lengths
+    shift = torch.repeat_interleave(start_offset.to(torch.int64) - firsts, lengths)
+    return req_to_token[rows, torch.arange(rows.numel()) + shift].to(torch.int64)
+
+
+class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Serves on a machine without an accelerator, for development and tests."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def __init__(self) -> None:
+        # This runs in every process of the server, before any argument is parsed.
+        choices.add_attention_backend_choices([ATTENTION_BACKEND])
+        choices.add_draft_attention_backend_choices([ATTENTION_BACKEND])
+        register_resolution_hook("handle_cpu_backends")(defaults.cpu_backends)
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        defaults.apply(server_args)
+        registry.apply(cpu_arguments.PATCHES)
+
+    def get_device(self, device_id: int | None = 0) -> str:
+        return "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return ATTENTION_BACKEND
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return True
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return backend == ATTENTION_BACKEND
+
+    def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
+        if kind != "mha":
+            return None
+        from sglang_adaptive.platform_cpu.pool import LazyKVPool
+
+        return LazyKVPool
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        return speculative_cache_locs
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+    def init_backend(self) -> None:
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        @register_attention_backend(ATTENTION_BACKEND)
+        def create(model_runner):
+            from sglang_adaptive.platform_cpu.attention import AdaptiveCpuAttention
+
+            return AdaptiveCpuAttention(model_runner)
