@@ -1,0 +1,120 @@
+"""How many draft tokens one step verifies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_adaptive.policy.cost import CostModel
+
+Floats = NDArray[np.float64]
+
+NO_TABLE = "no cost table: verify everything"
+NOTHING_TO_SIZE = "no draft tokens"
+SMALL_GAIN = "verify everything: no trim gains enough"
+ALL_WORTH = "verify everything: every token is worth its cost"
+TRIMMED = "trimmed"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one step does.
+
+    ``budget`` draft tokens are verified over the batch. ``draft`` False: the step runs without a drafter (budget 0).
+    ``uniform``: every request verifies all of its K drafts, so no allocation is needed. ``expected_tokens`` is the
+    expected output of the step and ``predicted_ms`` its cost; both are 0 where nothing was predicted. ``gain`` is the
+    predicted relative gain in tokens per ms over verifying everything.
+    """
+
+    budget: int
+    draft: bool
+    uniform: bool
+    expected_tokens: float
+    predicted_ms: float
+    reason: str
+    gain: float = 0.0
+
+
+def size_budget(
+    survival: Floats,
+    cost: CostModel,
+    non_draft_tokens: int,
+    kv_tokens: float,
+    *,
+    rate_tokens_per_ms: float | None = None,
+    weights: Floats | None = None,
+    min_gain: float = 0.0,
+    min_len: int = 1,
+    max_len: int | None = None,
+    trim_ms: float = 0.0,
+    previous: Decision | None = None,
+) -> Decision:
+    """Choose the budget by a scan over every B; it is global because the cost staircase makes the curve non-unimodal.
+
+    ``survival`` [R, K], non-increasing along K, in [0, 1]; requests without history carry ones. ``non_draft_tokens``
+    are the anchors and mixed prefill tokens of the step, ``kv_tokens`` the cached tokens over the batch. The scan
+    maximises E(B) / C(B) in tokens per ms, or E(B) - rate * C(B) when ``rate_tokens_per_ms`` (the long-run rate of
+    renewal-reward theory) is given. E(B) = R + the B largest survivals, C(B) as in ``cost``.
+
+    ``weights`` [R] > 0 multiply each request's tokens in the objective. ``min_len`` and ``max_len`` bound the verify
+    length (1 + drafts) of each request as the allocation does. ``trim_ms`` is the fixed price of a step that is not
+    uniform. Among equal budgets the largest wins: tokens up to the edge of a tier are free. A trim must gain more than
+    ``min_gain`` over verifying everything, or half of it when the ``previous`` step was trimmed, so that it does not
+    flap.
+    """
+    requests, width = survival.shape
+    most = min(width, width if max_len is None else max_len - 1)
+    least = min(most, min_len - 1)
+    if requests == 0 or most <= 0:
+        return Decision(0, True, width == 0 or requests == 0, float(requests), 0.0, NOTHING_TO_SIZE)
+    forced, largest = requests * least, requests * most
+    whole = largest == requests * width
+    if not cost.is_informative:
+        return Decision(largest, True, whole, float(requests + survival[:, :most].sum()), 0.0, NO_TABLE)
+
+    gained, expected = _expected(survival, least, most, weights)
+    ms = cost.scan_ms(requests, non_draft_tokens + forced, requests + forced, largest - forced + 1, kv_tokens)
+    if trim_ms:
+        ms[:-1] += trim_ms
+    if rate_tokens_per_ms is None:
+        value = gained / ms
+        scale = value[-1]
+    else:
+        value = gained - rate_tokens_per_ms * ms
+        scale = rate_tokens_per_ms * ms[-1]
+    best = value.size - 1 - int(value[::-1].argmax())
+    gain = float((value[best] - value[-1]) / scale) if scale > 0 else 0.0
+
+    threshold = min_gain / 2 if previous is not None and previous.draft and not previous.uniform else min_gain
+    reason = TRIMMED
+    if best == value.size - 1:
+        reason, gain = ALL_WORTH, 0.0
+    elif gain <= threshold:
+        reason, gain, best = SMALL_GAIN, 0.0, value.size - 1
+    budget = forced + best
+    return Decision(budget, True, budget == requests * width, float(expected[best]), float(ms[best]), reason, gain)
+
+
+def _expected(survival: Floats, least: int, most: int, weights: Floats | None) -> tuple[Floats, Floats]:
+    """E(B) for every B the scan may choose, weighted and plain (the same array without weights)."""
+    requests = survival.shape[0]
+    open_tokens = survival[:, least:most]
+    base = requests + (float(survival[:, :least].sum()) if least else 0.0)
+    if weights is None:
+        falling = _running(base, np.sort(open_tokens, axis=None)[::-1])
+        return falling, falling
+    # Mean weight 1 keeps the objective in tokens, so that the rate and the gain keep their meaning.
+    share = np.asarray(weights, np.float64) / np.mean(weights)
+    weighted = open_tokens * share[:, None]
+    order = np.argsort(-weighted, axis=None, kind="stable")
+    weighted_base = requests + (float((survival[:, :least] * share[:, None]).sum()) if least else 0.0)
+    return _running(weighted_base, weighted.ravel()[order]), _running(base, open_tokens.ravel()[order])
+
+
+def _running(base: float, falling: Floats) -> Floats:
+    total = np.empty(falling.size + 1)
+    total[0] = base
+    total[1:] = falling
+    return np.cumsum(total, out=total)

@@ -1,0 +1,42 @@
+"""What a user may set on the decision engine. Nobody needs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Defaults are meant to stay.
+
+    ``objective``: "ratio" maximises tokens per ms of the step itself; "rate" maximises tokens minus the measured
+    long-run rate times ms, and behaves as "ratio" until the rate is known.
+    ``min_gain``: a trim must promise this relative gain over verifying everything.
+    ``trim_ms``: fixed price in ms of a step that is not uniform (allocation kernels, packing).
+    ``min_len``, ``max_len``: bounds on a request's verify length, 1 + drafts; ``max_len`` None is K + 1.
+    ``refresh_steps``: measured state (rates, cost correction) comes into force once per so many observed steps.
+    ``auto_refresh``: False where a worker passes the state of rank 0 around instead.
+    """
+
+    objective: Literal["ratio", "rate"] = "ratio"
+    min_gain: float = 0.01
+    trim_ms: float = 0.0
+    min_len: int = 1
+    max_len: int | None = None
+    refresh_steps: int = 64
+    auto_refresh: bool = True
+
+    def __post_init__(self) -> None:
+        if self.objective not in ("ratio", "rate"):
+            raise ValueError(f"objective is {self.objective!r}, allowed are 'ratio' and 'rate'")
+        if not 0 <= self.min_gain < 1:
+            raise ValueError(f"min_gain is {self.min_gain}, allowed are 0 up to but not including 1")
+        if not 0 <= self.trim_ms < 1e3:
+            raise ValueError(f"trim_ms is {self.trim_ms}, allowed are 0 up to but not including 1000 ms")
+        if self.min_len < 1:
+            raise ValueError(f"min_len is {self.min_len}, allowed are 1 and more")
+        if self.max_len is not None and self.max_len < self.min_len:
+            raise ValueError(f"max_len is {self.max_len}, allowed are min_len ({self.min_len}) and more")
+        if self.refresh_steps < 1:
+            raise ValueError(f"refresh_steps is {self.refresh_steps}, allowed are 1 and more")
