@@ -13,8 +13,8 @@ from sglang.srt.runtime_context import get_parallel, get_schedule
 from sglang.srt.speculative.dspark_components import dspark_worker_v2 as host
 
 from sglang_adaptive import ALGORITHM, __version__
-from sglang_adaptive.guard import refuse_foreign_hooks
 from sglang_adaptive.options import Options
+from sglang_adaptive.patches.registry import refuse_foreign_hooks
 from sglang_adaptive.runtime.planner import AdaptiveVerifyPlanner
 from sglang_adaptive.runtime.profiler import profile
 
