@@ -196,7 +196,8 @@ def walk(root: Path | None = None) -> dict[str, Site]:
     root = root or host.root()
     names, methods = algorithm_names(root)
     spellings = [*names, *(name.lower() for name in names)]
-    wanted = [FIELD, *(f'"{name}"' for name in spellings), *(f".{method}(" for method in methods)]
+    quoted = [f"{quote}{name}{quote}" for name in spellings for quote in "'\""]
+    wanted = [FIELD, "SpeculativeAlgorithm", *quoted, *(f".{method}(" for method in methods)]
     result: dict[str, Site] = {}
     for path in _sources(root):
         source = path.read_text(encoding="utf-8")
