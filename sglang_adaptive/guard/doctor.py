@@ -116,8 +116,10 @@ def _entry_points() -> Iterator[Finding]:
         text = f"{group}: {', '.join(names) or 'none'}"
         if ours not in names:
             yield Finding("plugin", f"{text}; {ours} is missing: install sglang-adaptive again", False)
-        elif allowed and ours not in allowed:
+        elif allowed and ours not in allowed and group == GENERAL_GROUP:
             yield Finding("plugin", f"{text}; SGLANG_PLUGINS leaves {ours} out: add it there", False)
+        elif allowed and ours not in allowed:
+            yield Finding("plugin", f"{text}; SGLANG_PLUGINS leaves {ours} out, which serves without an accelerator")
         else:
             yield Finding("plugin", text, True)
 
