@@ -6,32 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from sglang.srt.arg_groups import choices
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
+
 from sglang_adaptive.patches import cpu_arguments, registry
-from sglang_adaptive.platform_cpu import ATTENTION_BACKEND, defaults
-
-
-def speculative_cache_locs(
-    *,
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    batch_size: int,
-    draft_token_num: int,
-    device: Any,
-) -> torch.Tensor:
-    """KV slots of positions ``[start_offset, end_offset)`` of every request, packed request by request, int64."""
-    lengths = (end_offset - start_offset).to(torch.int64)
-    rows = torch.repeat_interleave(req_pool_indices.to(torch.int64), lengths)
-    firsts = torch.cumsum(lengths, 0) - lengths
-    shift = torch.repeat_interleave(start_offset.to(torch.int64) - firsts, lengths)
-    return req_to_token[rows, torch.arange(rows.numel()) + shift].to(torch.int64)
+from sglang_adaptive.platform_cpu import ATTENTION_BACKEND, defaults, kernels
 
 
 class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -73,7 +55,7 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return LazyKVPool
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
-        return speculative_cache_locs
+        return kernels.speculative_cache_locs
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"
@@ -86,3 +68,12 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
             from sglang_adaptive.platform_cpu.attention import AdaptiveCpuAttention
 
             return AdaptiveCpuAttention(model_runner)
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        from sglang.srt.runtime_context import get_spec
+
+        # The target loads first: every host module is imported by now and no speculative worker exists yet.
+        if get_spec().speculative_algorithm is not None:
+            from sglang_adaptive.patches import cpu_kernels, cpu_worker
+
+            registry.apply([*cpu_kernels.PATCHES, *cpu_worker.PATCHES])
