@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sglang_adaptive.policy.logistic import LOGIT_LIMIT
+
 # Up to this many tokens every token counts those that precede it (one fused reduction); above, one sort.
 _PAIRWISE_LIMIT = 4096
 
@@ -20,11 +22,13 @@ def allocate(
     min_len: int = 1,
     max_len: int | None = None,
     weights: torch.Tensor | None = None,
+    calibration: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Verify lengths of one step.
 
     ``confidence`` [R, K] float32, ``budget`` a number or a 0-d integer tensor (no recompilation per value), ``weights``
-    [R] > 0 multiply the survivals of a request. Returns [R] int32, 1 + the request's share of the budget.
+    [R] > 0 multiply the survivals of a request, ``calibration`` [2, K] float32 (``Calibration.coefficients``) maps the
+    confidences first. Returns [R] int32, 1 + the request's share of the budget.
 
     Order of the tokens: first those up to ``min_len``, then the larger weighted survival; equal ones by position, then
     by row. A token's place depends on its own request's confidences up to its position and on other requests, never on
@@ -39,13 +43,22 @@ def allocate(
     if requests == 0 or most <= 0:
         return torch.ones(requests, dtype=torch.int32, device=confidence.device)
     rank_of = _ranks_by_counting if requests * most <= _PAIRWISE_LIMIT else _ranks_by_sorting
-    ranks = rank_of(_keys(confidence, most, min_len, weights))
+    ranks = rank_of(_keys(confidence, most, min_len, weights, calibration))
     return 1 + (ranks < budget).sum(dim=0, dtype=torch.int32)
 
 
-def _keys(confidence: torch.Tensor, most: int, min_len: int, weights: torch.Tensor | None) -> torch.Tensor:
+def _keys(
+    confidence: torch.Tensor,
+    most: int,
+    min_len: int,
+    weights: torch.Tensor | None,
+    calibration: torch.Tensor | None,
+) -> torch.Tensor:
     """[most, R] float32: position-major, so that the flat index is the tie-break (position, row)."""
     inside = (confidence >= 0) & (confidence <= 1)
+    if calibration is not None:
+        odds = torch.log(confidence / (1 - confidence)).clamp(-LOGIT_LIMIT, LOGIT_LIMIT)
+        confidence = torch.sigmoid(calibration[0] + calibration[1] * odds)
     columns = torch.where(inside, confidence, 0.0).unbind(1)[:most]
     # A chain of products, not cumprod: a parallel scan may round so that a survival exceeds the one before it.
     running = [columns[0]]

@@ -15,6 +15,7 @@ NO_TABLE = "no cost table: verify everything"
 NOTHING_TO_SIZE = "no draft tokens"
 SMALL_GAIN = "verify everything: no trim gains enough"
 ALL_WORTH = "verify everything: every token is worth its cost"
+LOW_LOAD = "verify everything: even worthless drafts cost less than the minimum gain"
 TRIMMED = "trimmed"
 
 
@@ -69,10 +70,9 @@ def size_budget(
     least = min(most, min_len - 1)
     if requests == 0 or most <= 0:
         return Decision(0, True, width == 0 or requests == 0, float(requests), 0.0, NOTHING_TO_SIZE)
-    forced, largest = requests * least, requests * most
-    whole = largest == requests * width
     if not cost.is_informative:
-        return Decision(largest, True, whole, float(requests + survival[:, :most].sum()), 0.0, NO_TABLE)
+        return verify_all(survival, cost, non_draft_tokens, kv_tokens, NO_TABLE, max_len)
+    forced, largest = requests * least, requests * most
 
     gained, expected = _expected(survival, least, most, weights)
     ms = cost.scan_ms(requests, non_draft_tokens + forced, requests + forced, largest - forced + 1, kv_tokens)
@@ -87,7 +87,7 @@ def size_budget(
     best = value.size - 1 - int(value[::-1].argmax())
     gain = float((value[best] - value[-1]) / scale) if scale > 0 else 0.0
 
-    threshold = min_gain / 2 if previous is not None and previous.draft and not previous.uniform else min_gain
+    threshold = needed_gain(min_gain, previous)
     reason = TRIMMED
     if best == value.size - 1:
         reason, gain = ALL_WORTH, 0.0
@@ -95,6 +95,45 @@ def size_budget(
         reason, gain, best = SMALL_GAIN, 0.0, value.size - 1
     budget = forced + best
     return Decision(budget, True, budget == requests * width, float(expected[best]), float(ms[best]), reason, gain)
+
+
+def needed_gain(min_gain: float, previous: Decision | None) -> float:
+    """The gain a trim must exceed: half of ``min_gain`` after a step that was trimmed."""
+    return min_gain / 2 if previous is not None and previous.reason == TRIMMED else min_gain
+
+
+def verify_all(
+    survival: Floats,
+    cost: CostModel,
+    non_draft_tokens: int,
+    kv_tokens: float,
+    reason: str,
+    max_len: int | None = None,
+) -> Decision:
+    """The decision to verify every draft that ``max_len`` allows. Arguments as in ``size_budget``."""
+    requests, width = survival.shape
+    most = min(width, width if max_len is None else max_len - 1)
+    budget = requests * most
+    expected = float(requests + survival[:, :most].sum())
+    ms = 0.0
+    if cost.is_informative:
+        ms = cost.point_ms(requests, non_draft_tokens + budget, requests + budget, kv_tokens)
+    return Decision(budget, True, budget == requests * width, expected, ms, reason)
+
+
+def no_trim_can_gain(
+    cost: CostModel, requests: int, largest: int, non_draft_tokens: int, kv_tokens: float, gain: float
+) -> bool:
+    """True when trimming ``largest`` drafts to none would not gain ``gain`` even if every draft were worthless.
+
+    No budget expects more tokens than verifying everything does, so in either form of the objective the gain of a
+    trim is at most C(largest) / C(0) - 1. This needs no confidences: it is what makes low load cheap.
+    """
+    if not cost.is_informative:
+        return False
+    all_ms = cost.point_ms(requests, non_draft_tokens + largest, requests + largest, kv_tokens)
+    none_ms = cost.point_ms(requests, non_draft_tokens, requests, kv_tokens)
+    return all_ms <= none_ms * (1.0 + gain)
 
 
 def _expected(survival: Floats, least: int, most: int, weights: Floats | None) -> tuple[Floats, Floats]:

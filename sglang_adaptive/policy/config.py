@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from sglang_adaptive.policy.saturation import SkipRules
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,12 @@ class PolicyConfig:
     ``min_gain``: a trim must promise this relative gain over verifying everything.
     ``trim_ms``: fixed price in ms of a step that is not uniform (allocation kernels, packing).
     ``min_len``, ``max_len``: bounds on a request's verify length, 1 + drafts; ``max_len`` None is K + 1.
+    ``calibrate``: learn a map from the head's confidences to acceptance rates.
+    ``correct_costs``: correct the profiled cost table from measured step times.
+    ``skip_draft``: allow steps without a drafter when drafting costs more than it gains (rules in ``skip``).
+    ``explore_steps``: after so many trimmed steps on end one step verifies everything, so that deep positions and
+    large tiers are still learned about; 0 never does.
+    ``forget_steps``: a tier's cost correction that was not confirmed for so many steps is dropped.
     ``refresh_steps``: measured state (rates, cost correction) comes into force once per so many observed steps.
     ``auto_refresh``: False where a worker passes the state of rank 0 around instead.
     """
@@ -24,6 +32,12 @@ class PolicyConfig:
     trim_ms: float = 0.0
     min_len: int = 1
     max_len: int | None = None
+    calibrate: bool = True
+    correct_costs: bool = True
+    skip_draft: bool = True
+    skip: SkipRules = field(default_factory=SkipRules)
+    explore_steps: int = 512
+    forget_steps: int = 4096
     refresh_steps: int = 64
     auto_refresh: bool = True
 
@@ -38,5 +52,8 @@ class PolicyConfig:
             raise ValueError(f"min_len is {self.min_len}, allowed are 1 and more")
         if self.max_len is not None and self.max_len < self.min_len:
             raise ValueError(f"max_len is {self.max_len}, allowed are min_len ({self.min_len}) and more")
-        if self.refresh_steps < 1:
-            raise ValueError(f"refresh_steps is {self.refresh_steps}, allowed are 1 and more")
+        if self.explore_steps < 0:
+            raise ValueError(f"explore_steps is {self.explore_steps}, allowed are 0 and more")
+        for name in ("refresh_steps", "forget_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")

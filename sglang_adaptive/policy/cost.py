@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -21,6 +22,8 @@ Ints = NDArray[np.int64]
 Point = TypeVar("Point")
 
 MAX_TOKENS = 1 << 20
+# Cost is all but linear in context: a few points say it, and each makes every scan's table larger.
+_MAX_KV_POINTS = 16
 _FLAT_RATIO = 1.0 + 1e-9
 
 
@@ -83,7 +86,7 @@ class CostModel:
         draft_points, draft_ms = _table((int(n), float(ms)) for n, ms in draft)
         sampling_points, sampling_ms = _table((int(n), float(ms)) for n, ms in sampling)
         tiers = np.array(sorted({tokens for tokens, _ in cells}), np.int64)
-        kv_points = np.array(sorted({kv for _, kv in cells}))
+        kv_points = _thinned(np.array(sorted({kv for _, kv in cells})))
         return CostModel(
             tiers,
             kv_points,
@@ -96,7 +99,7 @@ class CostModel:
             capture_limit,
         )
 
-    @property
+    @cached_property
     def is_informative(self) -> bool:
         """False when the table cannot favour one budget over another: no table, one tier only, or a flat one."""
         return self.tiers.size > 1 and bool((self.verify_ms[-1] > self.verify_ms[0] * _FLAT_RATIO).any())
@@ -119,12 +122,30 @@ class CostModel:
     ) -> Floats:
         """As ``step_ms`` for ``count`` consecutive budgets, of which the first verifies ``first_token`` tokens in all
         and samples ``first_row`` rows. Costs are sliced from tables by token count, which keeps the scan cheap."""
-        tokens = slice(first_token, first_token + count)
-        total = self._verify_at(kv_tokens, tokens)
+        total = self._verify_at(kv_tokens, first_token, first_token + count)
         if self.sampling_points.size:
             total += self._dense_table("sampling", first_row + count)[first_row : first_row + count]
         total += self.overhead_ms + (self.draft_cost(requests) if draft else 0.0)
         return total
+
+    def point_ms(self, requests: int, tokens: int, rows: int, kv_tokens: float, draft: bool = True) -> float:
+        """Cost in ms of one step that verifies ``tokens`` in all and samples ``rows`` rows."""
+        total = self.verify_cost(tokens, kv_tokens) + self.overhead_ms
+        if self.sampling_points.size:
+            total += float(self._dense_table("sampling", rows + 1)[rows])
+        return total + self.draft_cost(requests) if draft else total
+
+    def verify_cost(self, tokens: int, kv_tokens: float) -> float:
+        """Cost in ms of the verify pass alone."""
+        if not self.tiers.size:
+            return 0.0
+        dense, (left, share) = self._dense_table("verify", tokens + 1), self._context(kv_tokens)
+        low = float(dense[left, tokens])
+        return low if share == 0.0 else low + share * (float(dense[left + 1, tokens]) - low)
+
+    def prepare(self, tokens: int) -> None:
+        """Expand the tables up to ``tokens`` now, so that no later step pays for it."""
+        self.scan_ms(0, tokens, tokens, 1, 0.0)
 
     def draft_cost(self, requests: int) -> float:
         """Drafter cost in ms for ``requests`` requests; 0 when it was not profiled."""
@@ -153,18 +174,24 @@ class CostModel:
     def _captured(self) -> int:
         return 0 if self.capture_limit is None else int(np.searchsorted(self.tiers, self.capture_limit, side="right"))
 
-    def _verify_at(self, kv_tokens: float, tokens: slice) -> Floats:
-        if not self.tiers.size:
-            return np.zeros(tokens.stop - tokens.start)
-        dense, points = self._dense_table("verify", tokens.stop), self.kv_points
+    def _context(self, kv_tokens: float) -> tuple[int, float]:
+        """The KV segment of ``kv_tokens`` and the place in it; the last segment goes on with its own slope."""
+        points = self.kv_points
         if points.size == 1 or not kv_tokens > points[0]:
-            return np.array(dense[0, tokens])
-        # Beyond the last KV length the last segment goes on with its own slope.
-        left = min(int(np.searchsorted(points, kv_tokens, side="right")) - 1, points.size - 2)
-        share = (kv_tokens - points[left]) / (points[left + 1] - points[left])
-        cost: Floats = dense[left + 1, tokens] - dense[left, tokens]
+            return 0, 0.0
+        left = min(int(points.searchsorted(kv_tokens, side="right")) - 1, points.size - 2)
+        return left, float((kv_tokens - points[left]) / (points[left + 1] - points[left]))
+
+    def _verify_at(self, kv_tokens: float, first: int, end: int) -> Floats:
+        if not self.tiers.size:
+            return np.zeros(end - first)
+        dense, (left, share) = self._dense_table("verify", end), self._context(kv_tokens)
+        low = dense[left, first:end]
+        if share == 0.0:
+            return np.array(low)
+        cost: Floats = dense[left + 1, first:end] - low
         cost *= share
-        cost += dense[left, tokens]
+        cost += low
         return cost
 
     def _dense_table(self, name: str, size: int) -> Floats:
@@ -245,6 +272,12 @@ def _fill(cells: Mapping[tuple[int, float], float], tiers: Ints, kv_points: Floa
         for kv, ms in rows
     ]
     return np.asarray(np.maximum(np.stack(grid), 0.0))
+
+
+def _thinned(points: Floats) -> Floats:
+    if points.size <= _MAX_KV_POINTS:
+        return points
+    return np.asarray(points[np.linspace(0, points.size - 1, _MAX_KV_POINTS).round().astype(np.int64)])
 
 
 def _monotone(grid: Floats) -> Floats:

@@ -1,21 +1,40 @@
-"""The decision of one step, in the order it happens."""
+"""The decision of one step, in the order it happens, and what is learned from the step afterwards."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_adaptive.policy.budget import Decision, size_budget
+from sglang_adaptive.policy.budget import (
+    LOW_LOAD,
+    Decision,
+    needed_gain,
+    no_trim_can_gain,
+    size_budget,
+    verify_all,
+)
+from sglang_adaptive.policy.calibration import Calibration
 from sglang_adaptive.policy.config import PolicyConfig
+from sglang_adaptive.policy.correction import CostCorrection, corrected
 from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.rate import BUCKETS, RunningRate
+from sglang_adaptive.policy.saturation import SaturationGate
 from sglang_adaptive.policy.survival import count_invalid, survival
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.integer]
 
-__all__ = ["Engine", "PolicyConfig"]
+EXPLORE = "verify everything: look at what was trimmed for long"
+# A corrected table is put into force only when it moved by more than this; each change rebuilds the tables.
+_NEWS = 0.005
+# The gate's profile is a slow mean: while drafting goes on, one step in so many is enough.
+_PROFILE_STEPS = 8
+
+__all__ = ["Decision", "Engine", "PolicyConfig"]
 
 
 class Engine:
@@ -29,13 +48,19 @@ class Engine:
     def __init__(self, config: PolicyConfig, cost: CostModel, gamma: int) -> None:
         self.config = config
         self.gamma = gamma
-        self.profiled_cost = cost
         self.cost = cost
+        self.calibration = Calibration(gamma)
+        self.gate = SaturationGate(config.skip)
         self.invalid_requests = 0
         self.steps = 0
-        self._previous: Decision | None = None
+        self._profiled = cost
+        self._correction = CostCorrection(cost, config.forget_steps)
+        self._correction_in_force = CostCorrection.neutral(cost)
         self._rate = RunningRate()
         self._rates_in_force = np.zeros(BUCKETS)
+        self._most = gamma if config.max_len is None else min(gamma, config.max_len - 1)
+        self._previous: Decision | None = None
+        self._trimmed_on_end = 0
 
     def size(
         self,
@@ -49,25 +74,29 @@ class Engine:
     ) -> Decision:
         """Decide one step from confidences that are at least one step old.
 
-        ``confidence`` [requests, K]; ``fresh`` [requests] says which rows hold a confidence, the others (new requests)
-        count as sure. ``non_draft_tokens`` and ``kv_tokens`` are totals of the step. ``weights`` [requests] > 0.
+        ``confidence`` [requests, K] raw; ``fresh`` [requests] says which rows hold a confidence, the others (new
+        requests) count as sure. ``non_draft_tokens`` and ``kv_tokens`` are totals of the step. ``weights`` [requests].
         """
-        alive = survival(confidence)
-        self.invalid_requests += count_invalid(confidence[fresh]) if requests else 0
-        alive[~fresh] = 1.0
-        decision = size_budget(
-            alive,
-            self.cost,
-            non_draft_tokens,
-            kv_tokens,
-            rate_tokens_per_ms=self._rate_in_force(requests),
-            weights=weights,
-            min_gain=self.config.min_gain,
-            min_len=self.config.min_len,
-            max_len=self.config.max_len,
-            trim_ms=self.config.trim_ms,
-            previous=self._previous,
-        )
+        # 1. What each draft is worth. Requests without history are trusted; while nothing is drafted, the last profile.
+        alive = self._survival(confidence)
+        if fresh.all():
+            self.invalid_requests += count_invalid(confidence)
+        else:
+            self.invalid_requests += count_invalid(confidence[fresh])
+            alive[~fresh] = 1.0
+        alive = self.gate.believed(alive)
+
+        # 2. How much of it pays.
+        decision = self._best_drafting(alive, non_draft_tokens, kv_tokens, weights)
+
+        # 3. Once in a long while look at what is always trimmed.
+        decision = self._explore(decision, alive, non_draft_tokens, kv_tokens)
+
+        # 4. Whether drafting pays at all.
+        if self.config.skip_draft and self.cost.is_informative and requests:
+            plain_ms = self.cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
+            decision = self.gate.decide(decision, plain_ms, requests)
+
         self._previous = decision
         return decision
 
@@ -85,34 +114,111 @@ class Engine:
         verified: Ints | None = None,
         accepted: Ints | None = None,
     ) -> None:
-        """Learn from a finished step.
+        """Learn from a finished step; called once per step, in order, also when nothing was measured.
 
         ``draft_tokens`` were verified over the batch, ``committed_tokens`` came out; ``step_ms`` is None where it was
-        not measured. Per request: the raw ``confidence`` [requests, K] the step drafted with, how many drafts were
-        ``verified`` and how many of those ``accepted`` [requests].
+        not measured (or where a prefill made it incomparable). Per request: the raw ``confidence`` [requests, K] that
+        the step drafted with, how many drafts were ``verified`` and how many of those ``accepted`` [requests].
         """
         self.steps += 1
         if step_ms is not None:
-            predicted = self.cost.step_ms(requests, non_draft_tokens, np.array([draft_tokens]), kv_tokens, drafted)
-            self._rate.observe(requests, committed_tokens, step_ms, float(predicted[0]))
+            self._learn_time(requests, non_draft_tokens, draft_tokens, kv_tokens, committed_tokens, step_ms, drafted)
+        if confidence is not None and drafted:
+            if self.config.skip_draft and (self.gate.skipping or self.steps % _PROFILE_STEPS == 1):
+                self.gate.observe(self._survival(confidence))
+            if self.config.calibrate and verified is not None and accepted is not None:
+                self.calibration.observe(confidence, verified, accepted)
         if self.config.auto_refresh and self.refresh_due:
             self.apply_measured(self.measured_state())
 
     @property
     def refresh_due(self) -> bool:
-        """True once per ``refresh_steps`` observed steps, on the same step of every rank."""
+        """True after every ``refresh_steps``-th observed step, the same one on every rank."""
         return self.steps > 0 and self.steps % self.config.refresh_steps == 0
 
     def measured_state(self) -> Floats:
         """All that depends on this rank's clock, as one vector of fixed length, to be broadcast from rank 0."""
-        return self._rate.rates()
+        return np.concatenate([self._rate.rates(), self._correction.state()])
 
     def apply_measured(self, state: Floats) -> None:
         """Bring a ``measured_state`` into force; every rank calls it with the same vector after the same step."""
+        if state.size != BUCKETS + self._correction_in_force.size:
+            raise ValueError(f"a measured state of {state.size} values does not belong to this engine's cost table")
         self._rates_in_force = state[:BUCKETS].copy()
+        news = state[BUCKETS:]
+        if self.config.correct_costs and _differs(self._correction_in_force, news):
+            self._correction_in_force = news.copy()
+            self.cost = corrected(self._profiled, news)
+            self.cost.prepare(int(self._profiled.tiers[-1]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is worth keeping over a restart, as plain JSON values."""
+        return {"gamma": self.gamma, "calibration": self.calibration.to_dict()}
+
+    def load_dict(self, record: Mapping[str, Any]) -> None:
+        """Take over a ``to_dict``; raises ``ValueError`` and changes nothing when it does not fit."""
+        if not isinstance(record, Mapping) or record.get("gamma") != self.gamma:
+            raise ValueError("The saved calibration is for another draft length; it has to be learned again.")
+        self.calibration.load_dict(record.get("calibration") or {})
+
+    def _survival(self, confidence: Floats) -> Floats:
+        return survival(self.calibration.apply(confidence) if self.config.calibrate else confidence)
+
+    def _best_drafting(
+        self, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
+    ) -> Decision:
+        requests, config = alive.shape[0], self.config
+        gain = needed_gain(config.min_gain, self._previous)
+        if no_trim_can_gain(self.cost, requests, requests * self._most, non_draft_tokens, kv_tokens, gain):
+            return verify_all(alive, self.cost, non_draft_tokens, kv_tokens, LOW_LOAD, config.max_len)
+        return size_budget(
+            alive,
+            self.cost,
+            non_draft_tokens,
+            kv_tokens,
+            rate_tokens_per_ms=self._rate_in_force(requests),
+            weights=weights,
+            min_gain=config.min_gain,
+            min_len=config.min_len,
+            max_len=config.max_len,
+            trim_ms=config.trim_ms,
+            previous=self._previous,
+        )
+
+    def _explore(self, decision: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
+        if decision.budget == alive.shape[0] * self._most:
+            self._trimmed_on_end = 0
+            return decision
+        self._trimmed_on_end += 1
+        if not self.config.explore_steps or self._trimmed_on_end <= self.config.explore_steps:
+            return decision
+        self._trimmed_on_end = 0
+        return verify_all(alive, self.cost, non_draft_tokens, kv_tokens, EXPLORE, self.config.max_len)
 
     def _rate_in_force(self, requests: int) -> float | None:
         if self.config.objective == "ratio":
             return None
         rate = float(self._rates_in_force[RunningRate.bucket(requests)])
         return rate if rate > 0 else None
+
+    def _learn_time(
+        self,
+        requests: int,
+        non_draft_tokens: int,
+        draft_tokens: int,
+        kv_tokens: float,
+        committed_tokens: int,
+        step_ms: float,
+        drafted: bool,
+    ) -> None:
+        tokens, rows = non_draft_tokens + draft_tokens, requests + draft_tokens
+        predicted = self.cost.point_ms(requests, tokens, rows, kv_tokens, drafted)
+        self._rate.observe(requests, committed_tokens, step_ms, predicted)
+        if self.config.correct_costs:
+            self._correction.observe(requests, non_draft_tokens, draft_tokens, kv_tokens, drafted, step_ms)
+
+
+def _differs(old: Floats, new: Floats) -> bool:
+    moved = np.abs(new[2:] / old[2:] - 1.0).max(initial=0.0) > _NEWS
+    slope_moved = abs(new[0] - old[0]) > _NEWS * abs(old[0])
+    return bool(moved or slope_moved)
