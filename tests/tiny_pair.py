@@ -20,13 +20,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import tiny_language as language
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-import tiny_language as language
 
 GAMMA = 7
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM = 96, 192, 4, 2, 32

@@ -1,0 +1,97 @@
+"""Real servers for end-to-end tests."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from sglang_adaptive import ALGORITHM
+from sglang_adaptive.launch.client import Prompt
+from sglang_adaptive.launch.process import ServerProcess
+
+_NUMBERS = itertools.count()
+
+
+def speculative(draft: Path, algorithm: str = ALGORITHM) -> list[str]:
+    """The arguments that a user gives for ``draft``."""
+    return ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft)]
+
+
+class Server(ServerProcess):
+    """Serves ``model`` inside a ``with`` block: ready at its start, without a trace at its end.
+
+    ``arguments`` are further ones of ``sglang.launch_server``. The output goes to a file of its own in ``log_dir``.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *arguments: str,
+        log_dir: Path,
+        environment: dict[str, str] | None = None,
+        ready_seconds: float = 600.0,
+    ) -> None:
+        log = log_dir / f"server-{next(_NUMBERS)}.log"
+        super().__init__(["--model-path", str(model), *arguments], log, environment=environment)
+        self._ready_seconds = ready_seconds
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_ready(self._ready_seconds)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int = 64, **options: Any) -> list[dict[str, Any]]:
+        """All prompts at the same time; see ``Client.generate``."""
+        return self.client.generate(prompts, max_new_tokens, **options)
+
+    def greedy_ids(self, prompts: Sequence[Prompt], max_new_tokens: int = 64) -> list[list[int]]:
+        """The token ids that follow each prompt at temperature 0, as many as asked whatever they are."""
+        answers = self.generate(prompts, max_new_tokens, temperature=0.0, ignore_eos=True)
+        return [answer["output_ids"] for answer in answers]
+
+    def chat(self, questions: Sequence[str], max_tokens: int = 64, **options: Any) -> list[dict[str, Any]]:
+        return self.client.chat(questions, max_tokens, **options)
+
+    def server_info(self) -> dict[str, Any]:
+        return self.client.server_info()
+
+    def adaptive_state(self) -> dict[str, Any]:
+        """What our worker reports of the first data-parallel rank. Raises IndexError where it does not run."""
+        return self.client.adaptive_states()[0]
+
+    def metrics(self) -> dict[str, float]:
+        return self.client.metrics()
+
+    def free_kv_tokens(self, timeout_seconds: float = 30.0) -> int:
+        """Token slots of the KV pool that no request holds, read while the server is idle.
+
+        Cached prefixes count as free, as they can be evicted. Raises TimeoutError when requests still run.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            loads = self.client.loads()
+            if not any(load["num_running_reqs"] or load["num_waiting_reqs"] for load in loads):
+                return sum(load["max_total_num_tokens"] - load["num_used_tokens"] for load in loads)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the server is still busy after {timeout_seconds:.0f} s: {loads}")
+            time.sleep(0.2)
+
+
+def failed_start(
+    model: Path,
+    *arguments: str,
+    log_dir: Path,
+    environment: dict[str, str] | None = None,
+    timeout_seconds: float = 300.0,
+) -> tuple[int, str]:
+    """Exit status and output of a server that must not start. Raises subprocess.TimeoutExpired if it does not end."""
+    log = log_dir / f"server-{next(_NUMBERS)}.log"
+    with ServerProcess(["--model-path", str(model), *arguments], log, environment=environment) as process:
+        return process.wait_exit(timeout_seconds), process.log_text()
