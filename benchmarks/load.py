@@ -24,6 +24,7 @@ from sglang_adaptive.benchmarks.prompts import Prompts, SyntheticPrompts, read_p
 from sglang_adaptive.benchmarks.result import summarize
 
 ERRORS_IN_A_ROW = 3
+MAX_LINE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Load:
     output_tokens: tuple[int, int] = (96, 160)
     temperature: float = 1.0
     stream_interval: int = 16
-    seed: int = 0
+    seed: int | str = 0
     settle_seconds: float = 0.5
     ramp_timeout: float = 180.0
 
@@ -92,13 +93,18 @@ class Runner:
         """Send the load; raises RuntimeError where no window could be measured."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=self.load.ramp_timeout)
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._http:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=MAX_LINE) as self._http:
             workers = [asyncio.create_task(self._work(worker)) for worker in range(self.load.concurrency)]
+            together = asyncio.gather(*workers, return_exceptions=True)
             try:
-                await self._measure(asyncio.gather(*workers))
+                await self._measure(together)
             finally:
                 for worker in workers:
                     worker.cancel()
+                await together
+        for outcome in together.result():
+            if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+                raise outcome
 
     async def _measure(self, workers: asyncio.Future[Any]) -> None:
         ramp = asyncio.create_task(self._all_decoding.wait())
@@ -127,11 +133,9 @@ class Runner:
         misses the call, hence again."""
         self._stopping = True
         for _ in range(60):
-            async with self._http.post(f"{self.url}/abort_request", json={"rid": "", "abort_all": True}):
-                pass
+            await post(f"{self.url}/abort_request", {"rid": "", "abort_all": True})
             await asyncio.wait({workers}, timeout=0.5)
             if workers.done():
-                workers.result()
                 return
 
     async def _work(self, worker: int) -> None:
@@ -198,11 +202,19 @@ async def server_state(url: str) -> dict[str, Any]:
         return {}
 
 
-async def flush(url: str) -> None:
-    """Empty the prefix cache, so that every arm prefills what it is sent."""
-    timeout = aiohttp.ClientTimeout(total=30)
-    async with aiohttp.ClientSession(timeout=timeout) as http, http.post(f"{url.rstrip('/')}/flush_cache"):
-        pass
+async def post(url: str, body: dict[str, Any] | None = None) -> None:
+    """Call a page of the server whose answer does not matter, like /flush_cache or /abort_request.
+
+    Raises RuntimeError where the server does not answer.
+    """
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
+            http.post(url, json=body),
+        ):
+            pass
+    except (TimeoutError, aiohttp.ClientError) as error:
+        raise RuntimeError(f"{url} did not answer: {error!r}") from error
 
 
 async def measure(url: str, load: Load) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Prompts:
     def __init__(self, fields: Sequence[dict[str, Any]]) -> None:
         self._fields = fields
 
-    def request(self, index: int, seed: int) -> dict[str, Any]:
+    def request(self, index: int, seed: int | str) -> dict[str, Any]:
         """Request fields for the ``index``-th request; every prompt comes once before one comes again."""
         rounds, place = divmod(index, len(self._fields))
         order = list(range(len(self._fields)))
@@ -136,7 +136,7 @@ class SyntheticPrompts(Prompts):
     def __init__(self, token_ids: tuple[int, int], length: tuple[int, int]) -> None:
         self._token_ids, self._length = token_ids, length
 
-    def request(self, index: int, seed: int) -> dict[str, Any]:
+    def request(self, index: int, seed: int | str) -> dict[str, Any]:
         """As in Prompts."""
         draw = random.Random(f"{seed}/{index}")
         return {"input_ids": [draw.randrange(*self._token_ids) for _ in range(draw.randint(*self._length))]}

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from sglang_adaptive.benchmarks import trace_syncs
-from sglang_adaptive.benchmarks.load import Load, Runner, measure
+from sglang_adaptive.benchmarks.load import Load, Runner, measure, post
 from sglang_adaptive.benchmarks.prompts import Prompts, SyntheticPrompts, read_packed
 from sglang_adaptive.benchmarks.stats import median, spread
 
@@ -64,8 +64,7 @@ async def capture_trace(url: str, load: Load, steps: int, folder: Path, timeout:
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        async with aiohttp.ClientSession() as http, http.post(f"{url}/abort_request", json={"abort_all": True}):
-            pass
+        await post(f"{url}/abort_request", {"rid": "", "abort_all": True})
 
 
 async def _written(folder: Path, known: set[Path], load: asyncio.Task[None], timeout: float) -> Path | None:

@@ -17,10 +17,11 @@ from typing import Any
 
 from sglang_adaptive.benchmarks import config, machine, prompts, trace_syncs
 from sglang_adaptive.benchmarks.config import Arm, Sweep
-from sglang_adaptive.benchmarks.load import Load, flush, measure
+from sglang_adaptive.benchmarks.load import Load, measure, post
 from sglang_adaptive.benchmarks.plan import Cell, Clock, Rows, Stage, remaining, stages
 from sglang_adaptive.benchmarks.server import Server, ServerFailed
 from sglang_adaptive.benchmarks.steptime import capture_trace
+from sglang_adaptive.errors import AdaptiveError
 
 INCOMPLETE = 3
 
@@ -168,7 +169,7 @@ class Run:
         )
 
     async def _measure(self, url: str, cell: Cell) -> dict[str, Any]:
-        await flush(url)
+        await post(f"{url}/flush_cache")  # every arm prefills what it is sent
         return await measure(url, self._load(cell.concurrency, cell.repeat, self.seconds))
 
     def _load(self, concurrency: int, repeat: int, seconds: float) -> Load:
@@ -179,7 +180,7 @@ class Run:
             output_tokens=tuple(self.sweep.output_tokens),
             temperature=self.sweep.temperature,
             stream_interval=self.sweep.stream_interval,
-            seed=hash((self.sweep.seed, concurrency, repeat)),
+            seed=f"{self.sweep.seed}/{concurrency}/{repeat}",
         )
 
     def _trace(self, cell: Cell, server: Server) -> None:
@@ -193,7 +194,7 @@ class Run:
         try:
             path = asyncio.run(capture_trace(server.url, load, wanted.steps, folder, timeout=60.0))
             numbers: dict[str, Any] = trace_syncs.per_step(trace_syncs.load_events(path))
-        except (RuntimeError, SystemExit) as error:
+        except (RuntimeError, AdaptiveError) as error:
             numbers = {"failed": str(error)}
         self.rows.append({"kind": "trace", **cell._asdict(), **numbers})
 
@@ -224,7 +225,7 @@ def main(argv: Sequence[str]) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     logs = arguments.logs or arguments.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    _note_run(arguments, sweep)
+    _note_run(arguments.out, sweep, argv)
     limits = [60 * minutes for minutes in (arguments.minutes, arguments.stop_after) if minutes is not None]
     prompt_set = prompts.make(sweep.prompts, arguments.config.parent)
     run = Run(sweep, arguments.out, logs, prompt_set, min(limits, default=float("inf")))
@@ -245,11 +246,13 @@ def _narrowed(sweep: Sweep, arguments: argparse.Namespace) -> Sweep:
     return dataclasses.replace(sweep, **changes)
 
 
-def _note_run(arguments: argparse.Namespace, sweep: Sweep) -> None:
+def _note_run(out: Path, sweep: Sweep, argv: Sequence[str]) -> None:
     """Add this invocation to run.json, beside the machine and the arms."""
-    path = arguments.out / "run.json"
+    path = out / "run.json"
     note = json.loads(path.read_text()) if path.exists() else {"invocations": [], "arms": {}}
-    note["invocations"].append({"command": shlex.join(sys.argv[1:]), "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    note["invocations"].append(
+        {"command": shlex.join(["sweep", *map(str, argv)]), "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    )
     note["arms"] |= {arm.name: dataclasses.asdict(arm) for arm in sweep.arms}
     settings = dataclasses.asdict(sweep)
     del settings["arms"]
