@@ -20,8 +20,8 @@ class PolicyConfig:
     ``calibrate``: learn a map from the head's confidences to acceptance rates.
     ``correct_costs``: correct the profiled cost table from measured step times.
     ``skip_draft``: allow steps without a drafter when drafting costs more than it gains (rules in ``skip``).
-    ``explore_steps``: after so many trimmed steps on end one step verifies everything, so that deep positions and
-    large tiers are still learned about; 0 never does.
+    ``explore_steps``: after so many steps on end without one that verified everything, the next that drafts does, so
+    that deep positions and large tiers are still learned about; 0 never does.
     ``forget_steps``: a tier's cost correction that was not confirmed for so many steps is dropped.
     ``refresh_steps``: measured state (rates, cost correction) comes into force once per so many observed steps.
     ``auto_refresh``: False where a worker passes the state of rank 0 around instead.

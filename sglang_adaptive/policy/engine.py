@@ -89,13 +89,13 @@ class Engine:
         # 2. How much of it pays.
         decision = self._best_drafting(alive, non_draft_tokens, kv_tokens, weights)
 
-        # 3. Once in a long while look at what is always trimmed.
-        decision = self._explore(decision, alive, non_draft_tokens, kv_tokens)
-
-        # 4. Whether drafting pays at all.
+        # 3. Whether drafting pays at all.
         if self.config.skip_draft and self.cost.is_informative and requests:
             plain_ms = self.cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
             decision = self.gate.decide(decision, plain_ms, requests)
+
+        # 4. Once in a long while a step that drafts looks at what is always trimmed.
+        decision = self._explore(decision, alive, non_draft_tokens, kv_tokens)
 
         self._previous = decision
         return decision
@@ -190,7 +190,8 @@ class Engine:
             self._trimmed_on_end = 0
             return decision
         self._trimmed_on_end += 1
-        if not self.config.explore_steps or self._trimmed_on_end <= self.config.explore_steps:
+        due = self.config.explore_steps and self._trimmed_on_end > self.config.explore_steps
+        if not due or not decision.draft:
             return decision
         self._trimmed_on_end = 0
         return verify_all(alive, self.cost, non_draft_tokens, kv_tokens, EXPLORE, self.config.max_len)
