@@ -137,7 +137,7 @@ def apply(patches: list[Patch]) -> None:
         if patch.target in HookRegistry._hooks or patch.target in HookRegistry._patched:
             raise AdaptiveError(
                 f"Another SGLang plugin hooks {patch.target}, which sglang_adaptive needs unchanged: uninstall that "
-                "plugin or exclude it with SGLANG_PLUGINS=sglang_adaptive."
+                "plugin or exclude it with SGLANG_PLUGINS=sglang_adaptive,sglang_adaptive_cpu."
             )
     for patch in todo:
         _apply_edit(patch) if patch.edits else _apply_hook(patch)
@@ -165,7 +165,7 @@ def refuse_foreign_hooks() -> None:
             name = getattr(foreign[0], "plugin_name", "unknown")
             raise AdaptiveError(
                 f"The SGLang plugin {name} hooks {symbol}, which sglang_adaptive needs unchanged: uninstall it, or "
-                "exclude it with SGLANG_PLUGINS=sglang_adaptive."
+                "exclude it with SGLANG_PLUGINS=sglang_adaptive,sglang_adaptive_cpu."
             )
 
 

@@ -108,15 +108,28 @@ def check_after_resolution(server_args: Any, previous: Callable[[Any], None]) ->
 
 
 def _fall_back_to_uniform(server_args: Any) -> None:
-    from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
+    """Where the target's attention cannot verify ragged lengths, verify every draft token, and log why."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolving_view
+    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.model_executor.cuda_graph_config import Backend
 
-    from sglang_adaptive.backends import uniform_reason
+    from sglang_adaptive.guard import backends
 
-    reason = uniform_reason(attention_backends_of(resolving_view(server_args)))
-    if reason is not None:
-        logger.warning("%s: %s.", ALGORITHM, reason)
-        _set_mode("static")
-        server_args._sglang_adaptive = Marker("static")
+    cfg = resolving_view(server_args)
+    mla = model_config_of(server_args).attention_arch == AttentionArch.MLA
+    graphs = cfg.device != "cpu" and cfg.cuda_graph_config.decode.backend != Backend.DISABLED
+    enough = (backends.GRAPHS,) if graphs else (backends.GRAPHS, backends.EAGER)
+    for name in attention_backends_of(cfg):
+        if backends.capability(name, mla) not in enough:
+            logger.warning(
+                "%s verifies every draft token: attention backend %s cannot verify a different number per request%s.",
+                ALGORITHM,
+                name,
+                " under CUDA graphs" if graphs else "",
+            )
+            _set_mode("static")
+            server_args._sglang_adaptive = Marker("static")
+            return
 
 
 def worker_class(server_args: Any) -> type:

@@ -67,6 +67,8 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         """Decide this step's budget from steps that are old enough."""
         self._iteration = batch.forward_iter
         self.decision = None
+        if not self.is_compact_mode:
+            return
         for record in self._relay.collect(self._iteration):
             self.counters.observe(record)
             self._engine.observe(
@@ -103,6 +105,8 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
 
     def schedule_layout(self, *, req_pool_indices: torch.Tensor, confidence: torch.Tensor | None, **kwargs: Any) -> Any:
         """The step's packed layout, or the cached uniform one where everything is verified."""
+        if not self.is_compact_mode:
+            return None
         if confidence is not None and self._group.world_size > 1:
             # Ranks must allocate alike: they use rank 0's confidences, like its draft tokens.
             self._group.broadcast(confidence, src=0)

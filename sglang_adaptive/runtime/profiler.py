@@ -30,7 +30,10 @@ from sglang_adaptive.policy.cost import CostModel, CostTableError, VerifySample
 logger = logging.getLogger(__name__)
 
 REPLAYS = 5
-SHORT_KV, LONG_KV = 128, 2048
+DRAFT_KV = 128
+# Tokens in the KV cache of a step: each size is timed at the two that about these many per request come to.
+KV_GRID = tuple(1024 * 4**power for power in range(8))
+KV_PER_REQUEST = (64, 1024)
 
 
 def profile(worker: Any, options: Options) -> CostModel:
@@ -127,10 +130,9 @@ class _Timer:
         started = time.monotonic()
         tokens = self._token_grid()
         requests = sorted({min(count, self.max_requests) for count in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)})
-        kv_lengths = [length for length in (SHORT_KV, LONG_KV) if length + self.width < self._max_context()]
-        jobs: list[tuple[str, int, int]] = [("draft", count, SHORT_KV) for count in requests]
+        jobs: list[tuple[str, int, int]] = [("draft", count, DRAFT_KV) for count in requests]
         jobs += [("accept", count, 0) for count in tokens]
-        jobs += [("verify", count, length) for length in kv_lengths for count in tokens]
+        jobs += [("verify", count, length) for count in tokens for length in self._kv_lengths(self._rows(count))]
         jobs.sort(key=lambda job: (job[1], job[2]))
         results: dict[str, list[Any]] = {"draft": [], "accept": [], "verify": []}
         for number, (kind, count, kv_length) in enumerate(jobs):
@@ -145,8 +147,7 @@ class _Timer:
                 break
             times = self._time(kind, count, kv_length)
             if kind == "verify":
-                total_kv = kv_length * self._rows(count)
-                results[kind] += [VerifySample(count, total_kv, ms) for ms in times]
+                results[kind] += [VerifySample(count, kv_length * self._rows(count), ms) for ms in times]
             else:
                 results[kind] += [(count, ms) for ms in times]
             if number % 8 == 0 or number == len(jobs) - 1:
@@ -177,14 +178,17 @@ class _Timer:
             count = max(count + 1, int(count * 1.6))
         return [*grid, limit]
 
-    def _max_context(self) -> int:
-        return int(self.runner.req_to_token_pool.req_to_token.shape[1])
+    def _kv_lengths(self, rows: int) -> list[int]:
+        """KV lengths per request whose totals lie on the grid, as far as a context may go."""
+        longest = int(self.runner.req_to_token_pool.req_to_token.shape[1]) - self.width - 1
+        totals = {next(total for total in KV_GRID if total >= per_request * rows) for per_request in KV_PER_REQUEST}
+        return sorted({total // rows for total in totals if total // rows <= longest}) or [longest]
 
     def _rows(self, tokens: int) -> int:
         """Requests of a step with so many tokens: about half of each block is verified."""
         return max(1, min(self.max_requests, -(-tokens // max(1, self.width // 2))))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _time(self, kind: str, count: int, kv_length: int) -> list[float]:
         call = {"verify": self._verify, "draft": self._draft, "accept": self._accept}[kind](count, kv_length)
         call()

@@ -1,0 +1,36 @@
+"""Servers that the end-to-end tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import costs
+import pytest
+import tiny_language as language
+from server import Server, speculative
+
+PROMPTS = language.random_prompts(24, seed=11)
+TOKENS = 64
+
+
+@pytest.fixture(scope="session")
+def dear_costs(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Path:
+    """A cache folder whose cost table makes verified tokens dear, so that the policy trims."""
+    return costs.profiled(tmp_path_factory.mktemp("cache"), *tiny_pair, log_dir=log_dir)
+
+
+@pytest.fixture(scope="session")
+def adaptive_server(tiny_pair: tuple[Path, Path], dear_costs: Path, log_dir: Path) -> Iterator[Server]:
+    """The tiny pair under DSPARK_ADAPTIVE with overlap scheduling, trimming."""
+    target, draft = tiny_pair
+    with Server(
+        target, *speculative(draft), "--sleep-on-idle", log_dir=log_dir, environment=costs.environment(dear_costs)
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def expected_ids(tiny_plain_server: Server) -> list[list[int]]:
+    """Greedy continuations of PROMPTS without speculation."""
+    return tiny_plain_server.greedy_ids(PROMPTS, TOKENS)

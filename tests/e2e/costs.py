@@ -1,0 +1,34 @@
+"""Cost tables for end-to-end tests: on a tiny model the real step cost hardly grows with the tokens verified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from server import Server, speculative
+
+PROFILE = {"SGLANG_ADAPTIVE_PROFILE_SECONDS": "5"}
+
+
+def environment(cache_dir: Path, **options: str) -> dict[str, str]:
+    """Environment of a server that keeps its profile in ``cache_dir``."""
+    return {**PROFILE, "SGLANG_ADAPTIVE_CACHE_DIR": str(cache_dir), **options}
+
+
+def make_dear(cache_dir: Path, ms_per_token: float = 5.0) -> None:
+    """Rewrite every cost table of the folder so that each verified token costs ``ms_per_token``."""
+    tables = list(cache_dir.glob("cost-*.json"))
+    assert tables, f"no server left a cost table in {cache_dir}"
+    for path in tables:
+        table = json.loads(path.read_text())
+        verify = table["verify"]
+        verify["ms"] = [[5.0 + ms_per_token * tokens for _ in verify["kv_tokens"]] for tokens in verify["tokens"]]
+        path.write_text(json.dumps(table))
+
+
+def profiled(cache_dir: Path, target: Path, draft: Path, *arguments: str, log_dir: Path) -> Path:
+    """Let a server profile itself once into ``cache_dir``, make its tokens dear, and return the folder."""
+    with Server(target, *speculative(draft), *arguments, log_dir=log_dir, environment=environment(cache_dir)):
+        pass
+    make_dear(cache_dir)
+    return cache_dir

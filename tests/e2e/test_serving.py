@@ -1,0 +1,221 @@
+"""DSPARK_ADAPTIVE on real servers: it is active, it trims, and it changes no output."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import costs
+import pytest
+import requests
+import tiny_language as language
+from conftest import PROMPTS, TOKENS
+from scipy.stats import chi2_contingency
+from server import Server, speculative
+
+from sglang_adaptive import ALGORITHM
+
+pytestmark = pytest.mark.e2e
+
+
+def difference(before: dict, after: dict, name: str) -> int:
+    return after[name] - before[name]
+
+
+def test_it_is_active_and_says_so(adaptive_server: Server):
+    info = adaptive_server.server_info()
+    state = adaptive_server.adaptive_state()
+    assert info["speculative_algorithm"] == ALGORITHM
+    assert state["active"] and state["algorithm"] == ALGORITHM
+    assert [rank["rank"] for rank in state["ranks"]] == [0]
+    assert f"{ALGORITHM} is active on 1 rank(s)" in adaptive_server.log_text()
+
+
+def test_greedy_output_is_that_without_speculation_while_it_trims(adaptive_server: Server, expected_ids):
+    before = adaptive_server.adaptive_state()
+    assert adaptive_server.greedy_ids(PROMPTS, TOKENS) == expected_ids
+    after = adaptive_server.adaptive_state()
+    assert after["decisions"]["trimmed"] > before["decisions"]["trimmed"]
+    requests_seen = difference(before, after, "requests")
+    verified = difference(before, after, "verify_tokens")
+    assert requests_seen < verified < requests_seen * 8, "nothing was trimmed, or everything was"
+    assert difference(before, after, "committed_tokens") / requests_seen > 1.2
+
+
+def test_easy_requests_get_more_of_the_budget_than_hard_ones(adaptive_server: Server):
+    easy = language.random_prompts(6, seed=3, kinds=(language.EASY,))
+    hard = language.random_prompts(6, seed=3, kinds=(language.HARD,))
+    answers = adaptive_server.generate(easy + hard, 48, temperature=0.0, ignore_eos=True)
+    steps = [answer["meta_info"]["spec_verify_ct"] for answer in answers]
+    assert sum(steps[:6]) < sum(steps[6:]), "easy text should take fewer steps"
+
+
+@pytest.mark.parametrize("extra", [("--disable-overlap-schedule",), ("--page-size", "64")], ids=["sync", "page64"])
+def test_greedy_output_is_equal_in_other_modes(tiny_pair, dear_costs, log_dir, expected_ids, extra):
+    target, draft = tiny_pair
+    environment = costs.environment(dear_costs)
+    with Server(target, *speculative(draft), *extra, log_dir=log_dir, environment=environment) as server:
+        assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
+        state = server.adaptive_state()
+    assert state["decisions"]["trimmed"] > 0 and state["accept_length"] > 1.2
+
+
+def test_two_ranks_agree(tiny_pair, tmp_path, log_dir, expected_ids):
+    target, draft = tiny_pair
+    costs.profiled(tmp_path, target, draft, "--tp", "2", log_dir=log_dir)
+    environment = costs.environment(tmp_path)
+    with Server(target, *speculative(draft), "--tp", "2", log_dir=log_dir, environment=environment) as server:
+        ids = server.greedy_ids(PROMPTS[:12], TOKENS)
+        state = server.adaptive_state()
+    assert ids == expected_ids[:12]
+    assert [rank["rank"] for rank in state["ranks"]] == [0, 1] and all(rank["active"] for rank in state["ranks"])
+    assert state["decisions"]["trimmed"] > 0
+
+
+def test_sampled_output_has_the_distribution_of_the_target(tiny_plain_server: Server, adaptive_server: Server):
+    """Temperature 1: the first tokens after one prompt, drawn many times with and without speculation."""
+    prompt = language.random_prompts(1, seed=5, kinds=(language.MIXED,))[0]
+
+    def draws(server: Server) -> Counter:
+        found: Counter = Counter()
+        for _ in range(15):
+            answers = server.generate([prompt] * 40, 4, temperature=1.0, ignore_eos=True)
+            found.update(tuple(answer["output_ids"]) for answer in answers)
+        return found
+
+    plain, ours = draws(tiny_plain_server), draws(adaptive_server)
+    common = [ids for ids, _ in (plain + ours).most_common() if plain[ids] + ours[ids] >= 20]
+    table = [
+        [found[ids] for ids in common] + [sum(found.values()) - sum(found[ids] for ids in common)]
+        for found in (plain, ours)
+    ]
+    table = [[row[i] for i in range(len(row)) if table[0][i] + table[1][i] > 0] for row in table]
+    assert len(table[0]) >= 3, "the prompt leaves too little to chance"
+    assert chi2_contingency(table).pvalue > 1e-3
+
+
+def test_requests_that_come_go_and_vanish_leave_nothing_behind(adaptive_server: Server):
+    server = adaptive_server
+    server.client.flush_cache()
+    free = server.free_kv_tokens()
+    url = f"{server.client.url}/generate"
+
+    def disconnect() -> None:
+        body = {"text": PROMPTS[0], "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+        with requests.post(url, json=body, stream=True, timeout=60) as answer:
+            next(answer.iter_lines())
+
+    threads = [threading.Thread(target=disconnect) for _ in range(4)]
+    aborted = [f"abort-{i}" for i in range(4)]
+    for rid in aborted:
+        threads.append(threading.Thread(target=server.generate, args=([PROMPTS[1]], 400), kwargs={"rid": rid}))
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    joined = server.greedy_ids(PROMPTS[2:6], 40)
+    for rid in aborted:
+        requests.post(f"{server.client.url}/abort_request", json={"rid": rid}, timeout=30)
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert joined == server.greedy_ids(PROMPTS[2:6], 40)
+    server.free_kv_tokens()
+    server.client.flush_cache()
+    assert server.free_kv_tokens() == free
+
+
+def test_retracted_requests_finish_with_the_right_output(tiny_pair, dear_costs, log_dir, expected_ids):
+    target, draft = tiny_pair
+    arguments = ["--max-total-tokens", "900", "--schedule-conservativeness", "0.1"]
+    environment = costs.environment(dear_costs)
+    with Server(target, *speculative(draft), *arguments, log_dir=log_dir, environment=environment) as server:
+        free = server.free_kv_tokens()
+        answers = server.generate(PROMPTS[:16], TOKENS, temperature=0.0, ignore_eos=True)
+        assert [answer["output_ids"] for answer in answers] == expected_ids[:16]
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0, "no request was retracted"
+        server.client.flush_cache()
+        assert server.free_kv_tokens() == free
+
+
+def test_the_real_pair(smollm2_pair, log_dir, tmp_path):
+    target, draft = smollm2_pair
+    questions = ["List five animals.", "Why is the sky blue?", "How do I boil an egg?", "Write a poem about the sea."]
+    common = ["--max-running-requests", "8", "--max-total-tokens", "4096"]
+    environment = {"SGLANG_ADAPTIVE_CACHE_DIR": str(tmp_path), "SGLANG_ADAPTIVE_PROFILE_SECONDS": "10"}
+    with Server(target, *common, log_dir=log_dir) as server:
+        plain = [answer["choices"][0]["message"]["content"] for answer in server.chat(questions, 64)]
+    with Server(target, *speculative(draft), *common, log_dir=log_dir, environment=environment) as server:
+        ours = [answer["choices"][0]["message"]["content"] for answer in server.chat(questions, 64)]
+        state = server.adaptive_state()
+    assert ours == plain
+    assert state["accept_length"] > 1.5
+
+
+ENGINE = """
+import sys
+from sglang import Engine
+if __name__ == "__main__":
+    target, draft, algorithm = sys.argv[1:]
+    options = {} if algorithm == "none" else dict(
+        speculative_algorithm=algorithm, speculative_draft_model_path=draft)
+    engine = Engine(model_path=target, **options)
+    out = engine.generate(["<easy> " + "e1 e2"], {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True})
+    state = engine.get_server_info()
+    print("RESULT", out[0]["output_ids"], state["speculative_algorithm"],
+          state["internal_states"][0].get("sglang_adaptive", {}).get("active"))
+    engine.shutdown()
+"""
+
+
+def test_the_engine_api(tiny_pair, tmp_path, dear_costs):
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+
+    def result(algorithm: str) -> str:
+        command = [sys.executable, str(script), *map(str, tiny_pair), algorithm]
+        environment = {**os.environ, **costs.environment(dear_costs)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+        assert lines, done.stdout[-2000:] + done.stderr[-2000:]
+        return lines[0]
+
+    plain, ours = result("none"), result("dspark_adaptive")
+    assert ours.endswith(f"{ALGORITHM} True")
+    assert plain.endswith("None None")
+    assert ours.split("]")[0] == plain.split("]")[0]
+
+
+def test_sglang_serve(tiny_pair, log_dir, dear_costs):
+    target, draft = tiny_pair
+    server = Server(target, *speculative(draft), log_dir=log_dir, environment=costs.environment(dear_costs))
+    at = server._command.index("sglang.launch_server")
+    server._command[at : at + 1] = ["sglang.cli.main", "serve"]
+    with server:
+        assert server.server_info()["speculative_algorithm"] == ALGORITHM
+        assert server.adaptive_state()["active"]
+
+
+def test_a_foreign_or_broken_cost_table_is_profiled_again(tiny_pair, tmp_path, log_dir):
+    target, draft = tiny_pair
+    environment = costs.environment(tmp_path)
+    with Server(target, *speculative(draft), log_dir=log_dir, environment=environment):
+        pass
+    (table,) = tmp_path.glob("cost-*.json")
+    good = table.read_text()
+    table.write_text(good[: len(good) // 2])
+    with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
+        assert "profiling again" in server.log_text()
+        assert server.greedy_ids(PROMPTS[:2], 8)
+    assert table.read_text().endswith("}")
+
+
+def test_stock_algorithms_still_serve(tiny_pair, log_dir, expected_ids):
+    target, draft = tiny_pair
+    with Server(target, *speculative(draft, "DSPARK"), log_dir=log_dir) as server:
+        assert server.server_info()["speculative_algorithm"] == "DSPARK"
+        assert server.client.adaptive_states() == []
+        assert server.greedy_ids(PROMPTS[:8], TOKENS) == expected_ids[:8]
