@@ -26,6 +26,12 @@ def _sample(original: Any, *args: Any, **kwargs: Any) -> None:
     kernels.chain_speculative_sampling(*args, **kwargs)
 
 
+def _say_whether_any_row_samples(cls: type, **kwargs: Any) -> tuple[tuple[type], dict[str, Any]]:
+    if kwargs.get("has_sampled_rows") is None:
+        kwargs["has_sampled_rows"] = bool((kwargs["temperatures"] > 0).any())
+    return (cls,), kwargs
+
+
 PATCHES = [
     Patch(
         target="sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
@@ -42,5 +48,13 @@ PATCHES = [
         depends=("sglang.kernels.ops.speculative.dspark.dspark_accept._accept_sampling_core",),
         hook=_sample,
         kind="around",
+    ),
+    Patch(
+        target="sglang.kernels.ops.speculative.dspark.markov_sample.MarkovSampleStep.torch",
+        why="The twin draws noise over the whole vocabulary for greedy rows too, since a graph capture could not ask: "
+        "a fifth of a greedy step on a CPU.",
+        remove_when="the host reads the temperatures where nothing is captured.",
+        hook=_say_whether_any_row_samples,
+        kind="before",
     ),
 ]

@@ -18,11 +18,20 @@ def cores_per_rank(ranks: int) -> list[list[int]]:
     return [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks)]
 
 
-def export_thread_counts(ranks: int) -> None:
-    """Set the thread environment that the server's processes inherit, unless the user has set it."""
+def export_environment(ranks: int) -> None:
+    """Set what the server's processes inherit, where the user has not set it."""
     shares = cores_per_rank(ranks)
-    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, share)) for share in shares))
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(shares[0])))
+    chosen = {
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
+        "OMP_NUM_THREADS": str(len(shares[0])),
+        # Threads that spin at a barrier starve the server's other processes on a small machine.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # A crash would wait a minute for a CUDA core dump.
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    }
+    for name, value in chosen.items():
+        os.environ.setdefault(name, value)
 
 
 def apply(server_args: Any) -> None:
@@ -44,7 +53,7 @@ def apply(server_args: Any) -> None:
         server_args.speculative_draft_attention_backend = ATTENTION_BACKEND
     # A sliding window is a mask here, not a pool of its own.
     server_args.disable_hybrid_swa_memory = True
-    export_thread_counts(server_args.tp_size * server_args.dp_size * server_args.pp_size)
+    export_environment(server_args.tp_size * server_args.dp_size * server_args.pp_size)
 
 
 def cpu_backends(server_args: Any, previous: Any) -> None:
