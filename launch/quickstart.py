@@ -1,0 +1,163 @@
+"""Serve a model without and with DSPARK_ADAPTIVE, ask both the same questions at once, and compare.
+
+Usage: ``bash launch/quickstart.sh`` installs what is needed first. With an environment of your own:
+``python -m sglang_adaptive.launch.quickstart [--target DIR --draft DIR]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sglang_adaptive import ALGORITHM
+from sglang_adaptive.errors import AdaptiveError
+from sglang_adaptive.launch import comparison, models
+from sglang_adaptive.launch.client import Client, RequestFailed
+from sglang_adaptive.launch.process import ServerFailed, ServerProcess
+from sglang_adaptive.launch.progress import BEAT_SECONDS, busy, say
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a Python function that adds two numbers.",
+    "List three primary colors.",
+    "Explain why the sky is blue in one sentence.",
+    "Count from one to ten.",
+    "Translate 'good morning' into Spanish.",
+    "Write a haiku about the sea.",
+    "Give me a recipe for pancakes.",
+)
+ACTIVE_SECONDS = 60.0
+
+
+class Failed(Exception):
+    """The quickstart did not show what it should; the message says what."""
+
+
+@contextmanager
+def serving(name: str, arguments: list[str], options: argparse.Namespace) -> Iterator[ServerProcess]:
+    """A ready server; its output goes to a file in the cache folder."""
+    log = options.cache_dir / "logs" / f"quickstart-{name.replace(' ', '-')}.log"
+    say(f"Starting the server {name}; its output goes to {log}")
+    beats = [BEAT_SECONDS]
+
+    def beat(elapsed: float) -> None:
+        if elapsed >= beats[-1]:
+            beats.append(beats[-1] + BEAT_SECONDS)
+            steps = [line for line in server.log_text().splitlines() if line.startswith("[")]
+            step = steps[-1].partition("] ")[2][:90] if steps else "importing SGLang"
+            say(f"Starting the server {name} ... {elapsed:.0f} s: {step}")
+
+    with ServerProcess(["--model-path", str(options.target), *arguments], log, python=options.python) as server:
+        seconds = server.wait_ready(options.start_seconds, beat)
+        say(f"The server {name} is ready after {seconds:.0f} s.")
+        try:
+            yield server
+        finally:
+            say(f"Stopping the server {name}.")
+
+
+def ask(client: Client, options: argparse.Namespace, what: str, **extra: Any) -> tuple[list, comparison.Answers]:
+    """Ask all questions at once: the replies and what they come to."""
+    with busy(f"{what}: {len(QUESTIONS)} questions at once, up to {options.max_tokens} tokens each"):
+        begin = time.monotonic()
+        replies = client.chat(QUESTIONS, options.max_tokens, temperature=0.0, **extra)
+        return replies, comparison.answers_of(replies, time.monotonic() - begin)
+
+
+def wait_active(client: Client) -> None:
+    """Wait until every rank has recorded that the plugin is active. Raises Failed after a minute."""
+    deadline = time.monotonic() + ACTIVE_SECONDS
+    while True:
+        info = client.server_info()
+        states = [state.get("sglang_adaptive") or {} for state in info["internal_states"]]
+        ranks = [rank for state in states for rank in state.get("ranks", ())]
+        wanted = info["tp_size"] * len(states)
+        if states and len(ranks) >= wanted and all(rank["active"] for rank in ranks):
+            where = ", ".join(f"rank {rank['rank']} in process {rank['pid']}" for rank in ranks)
+            say(f"{ALGORITHM} is active on every rank: {where}")
+            return
+        if time.monotonic() > deadline:
+            raise Failed(f"only {len(ranks)} of {wanted} ranks have recorded that {ALGORITHM} is active: {states}")
+        time.sleep(0.5)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Everything, in order. Raises Failed when a check does not hold."""
+    with serving("without speculation", [], options) as server:
+        reference, _ = ask(server.client, options, "Warm-up and reference", logprobs=True, top_logprobs=5)
+        _, plain = ask(server.client, options, "Measuring without speculation")
+        dtype = server.client.server_info()["dtype"]
+
+    speculative = ["--speculative-algorithm", ALGORITHM, "--speculative-draft-model-path", str(options.draft)]
+    with serving(f"with {ALGORITHM}", speculative, options) as server:
+        wait_active(server.client)
+        _, warm = ask(server.client, options, "Warm-up")
+        before = server.client.adaptive_states()
+        _, adaptive = ask(server.client, options, f"Measuring with {ALGORITHM}")
+        after = server.client.adaptive_states()
+
+    counters = comparison.since(before[0], after[0])
+    print(f"\nAnswers with {ALGORITHM}:\n{comparison.dialogue(QUESTIONS, adaptive.texts)}\n")
+    print(comparison.table(plain, adaptive, counters))
+    if not counters["steps"]:
+        raise Failed(f"the worker of {ALGORITHM} has counted no decode step")
+    if not all(text.strip() for text in adaptive.texts):
+        raise Failed("an answer is empty")
+    _compare_texts(reference, (warm, adaptive), comparison.TIE_NATS.get(dtype, comparison.HALF_PRECISION_TIE_NATS))
+
+
+def _compare_texts(reference: list, runs: tuple[comparison.Answers, ...], tie_nats: float) -> None:
+    """Print whether the greedy texts are those without speculation. Raises Failed when one is not."""
+    verdicts = []
+    for answers in runs:
+        for number, (text, reply) in enumerate(zip(answers.texts, reference, strict=True), 1):
+            choice = reply["choices"][0]
+            verdict = comparison.judge(text, choice["message"]["content"], choice["logprobs"]["content"], tie_nats)
+            verdicts.append(verdict)
+            if not verdict.same:
+                print(f"  answer {number}: {verdict.why}")
+    same, ties = sum(verdict.same for verdict in verdicts), sum(verdict.tie for verdict in verdicts)
+    suffix = f", {ties} more but for a rounding tie" if ties else ""
+    print(f"greedy texts equal to those without speculation: {same} of {len(verdicts)}{suffix}")
+    if same + ties < len(verdicts):
+        raise Failed("speculation changed a greedy text")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", type=Path, help="folder of the target (default: SmolLM2-135M-Instruct, prepared)")
+    parser.add_argument("--draft", type=Path, help="folder of its DSpark draft (default: the bundled one)")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the servers (default: this one)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of each answer (default: %(default)s)")
+    parser.add_argument("--start-seconds", type=float, default=900, help="limit for a server's start")
+    parser.add_argument("--cache-dir", type=Path, default=models.default_cache_dir(), help="default: %(default)s")
+    options = parser.parse_args()
+    if (options.target is None) != (options.draft is None):
+        parser.error("--target and --draft belong together: a draft is trained for one target")
+    return options
+
+
+def main() -> None:
+    # Turn a request to end into an exception, so that the servers are stopped on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated"))
+    options = _options()
+    try:
+        if options.target is None:
+            options.target = models.smollm2(options.cache_dir)
+            options.draft = models.smollm2_dspark(options.cache_dir)
+        run(options)
+    except (AdaptiveError, Failed, RequestFailed, ServerFailed, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted")
+    say("The quickstart has passed.")
+
+
+if __name__ == "__main__":
+    main()
