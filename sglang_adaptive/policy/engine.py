@@ -20,6 +20,7 @@ from sglang_adaptive.policy.calibration import Calibration
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.correction import CostCorrection, corrected
 from sglang_adaptive.policy.cost import CostModel
+from sglang_adaptive.policy.profile import SurvivalProfile
 from sglang_adaptive.policy.rate import BUCKETS, RunningRate
 from sglang_adaptive.policy.saturation import SaturationGate
 from sglang_adaptive.policy.survival import count_invalid, survival
@@ -31,7 +32,7 @@ Ints = NDArray[np.integer]
 EXPLORE = "verify everything: look at what was trimmed for long"
 # A corrected table is put into force only when it moved by more than this; each change rebuilds the tables.
 _NEWS = 0.005
-# The gate's profile is a slow mean: while drafting goes on, one step in so many is enough.
+# The profile is a slow mean: while drafting goes on, one step in so many is enough.
 _PROFILE_STEPS = 8
 
 __all__ = ["Decision", "Engine", "PolicyConfig"]
@@ -51,6 +52,7 @@ class Engine:
         self.cost = cost
         self.calibration = Calibration(gamma)
         self.gate = SaturationGate(config.skip)
+        self.profile = SurvivalProfile()
         self.invalid_requests = 0
         self.steps = 0
         self._profiled = cost
@@ -77,20 +79,14 @@ class Engine:
         ``confidence`` [requests, K] raw; ``fresh`` [requests] says which rows hold a confidence, the others (new
         requests) count as sure. ``non_draft_tokens`` and ``kv_tokens`` are totals of the step. ``weights`` [requests].
         """
-        # 1. What each draft is worth. Requests without history are trusted; while nothing is drafted, the last profile.
-        alive = self._survival(confidence)
-        if fresh.all():
-            self.invalid_requests += count_invalid(confidence)
-        else:
-            self.invalid_requests += count_invalid(confidence[fresh])
-            alive[~fresh] = 1.0
-        alive = self.gate.believed(alive)
+        # 1. What each draft is worth.
+        alive = self._believed(confidence, fresh)
 
         # 2. How much of it pays.
         decision = self._best_drafting(alive, non_draft_tokens, kv_tokens, weights)
 
         # 3. Whether drafting pays at all.
-        if self.config.skip_draft and self.cost.is_informative and requests:
+        if self.config.skip_draft and self.cost.is_informative and self.profile.mean is not None:
             plain_ms = self.cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
             decision = self.gate.decide(decision, plain_ms, requests)
 
@@ -124,8 +120,8 @@ class Engine:
         if step_ms is not None:
             self._learn_time(requests, non_draft_tokens, draft_tokens, kv_tokens, committed_tokens, step_ms, drafted)
         if confidence is not None and drafted:
-            if self.config.skip_draft and (self.gate.skipping or self.steps % _PROFILE_STEPS == 1):
-                self.gate.observe(self._survival(confidence))
+            if self.gate.skipping or self.steps % _PROFILE_STEPS == 1:
+                self.profile.observe(self._survival(confidence), rare=self.gate.skipping)
             if self.config.calibrate and verified is not None and accepted is not None:
                 self.calibration.observe(confidence, verified, accepted)
         if self.config.auto_refresh and self.refresh_due:
@@ -160,6 +156,20 @@ class Engine:
         if not isinstance(record, Mapping) or record.get("gamma") != self.gamma:
             raise ValueError("The saved calibration is for another draft length; it has to be learned again.")
         self.calibration.load_dict(record.get("calibration") or {})
+
+    def _believed(self, confidence: Floats, fresh: Bools) -> Floats:
+        """Survivals [requests, K] to size with: requests without history are trusted, or taken as typical; while
+        nothing is drafted every request is, since its confidences are from before."""
+        typical = self.profile.mean
+        if self.gate.skipping and typical is not None:
+            return np.tile(typical, (fresh.size, 1))
+        alive = self._survival(confidence)
+        if fresh.all():
+            self.invalid_requests += count_invalid(confidence)
+        else:
+            self.invalid_requests += count_invalid(confidence[fresh])
+            alive[~fresh] = 1.0 if self.config.trust_new or typical is None else typical
+        return alive
 
     def _survival(self, confidence: Floats) -> Floats:
         return survival(self.calibration.apply(confidence) if self.config.calibrate else confidence)

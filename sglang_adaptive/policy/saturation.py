@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sglang_adaptive.policy.budget import Decision
-
-Floats = NDArray[np.float64]
 
 SATURATED = "no draft: drafting costs more than it gains"
 PROBE = "probe: draft to see whether it pays again"
-_PROFILE_NEWS = 0.1
-_TRUSTED_REQUESTS = 16
 
 
 @dataclass(frozen=True)
@@ -38,34 +31,15 @@ class SaturationGate:
     def __init__(self, rules: SkipRules) -> None:
         self.rules = rules
         self.skipping = False
-        self._profile: Floats | None = None
         self._streak = 0
         self._since_probe = 0
         self._probing = 0
         self._interval = rules.first_interval
         self._load = 0
 
-    def observe(self, alive: Floats) -> None:
-        """Remember the mean survival per position of a step that drafted; ``alive`` [R, K]."""
-        if not alive.shape[0]:
-            return
-        mean, requests = alive.mean(axis=0), alive.shape[0]
-        if self._profile is None:
-            self._profile = mean
-            return
-        # A probe is short and rare: what it shows counts the more, the more requests show it.
-        news = requests / (requests + _TRUSTED_REQUESTS) if self.skipping else _PROFILE_NEWS
-        self._profile = self._profile + news * (mean - self._profile)
-
-    def believed(self, alive: Floats) -> Floats:
-        """The survivals [R, K] to size with: while nothing is drafted, the remembered profile for every request."""
-        if not self.skipping or self._profile is None:
-            return alive
-        return np.broadcast_to(self._profile, alive.shape)
-
     def decide(self, drafting: Decision, plain_ms: float, requests: int) -> Decision:
         """Turn the best ``drafting`` decision into the step's; ``plain_ms`` is a step's cost without a drafter."""
-        if self._profile is None or drafting.predicted_ms <= 0 or plain_ms <= 0 or not requests:
+        if drafting.predicted_ms <= 0 or plain_ms <= 0 or not requests:
             return drafting
         advantage = (drafting.expected_tokens / drafting.predicted_ms) / (requests / plain_ms)
         for_change = advantage > 1 + self.rules.margin if self.skipping else 1 / advantage > 1 + self.rules.margin

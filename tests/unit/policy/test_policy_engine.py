@@ -45,9 +45,20 @@ def test_new_requests_are_trusted_and_their_row_is_not_read():
     stale = [[0.1, 0.1, 0.1], [np.nan, np.nan, np.nan]]
     assert size(engine, stale, fresh=[True, False]).budget == 2
     assert size(engine, [[0.1] * 3, [0.0] * 3], fresh=[True, False]).expected_tokens == 4.0
-    assert engine.invalid_requests == 0
+    assert engine.invalid_requests == 0, "the row of a new request is not looked at"
     size(engine, stale)
     assert engine.invalid_requests == 1
+
+
+def test_new_requests_can_be_taken_as_typical():
+    cost = staircase([2, 3, 4, 8], [1.0, 1.5, 2.0, 4.0])
+    engine = Engine(PolicyConfig(**PLAIN, trust_new=False), cost, K)
+    unknown = np.zeros((2, K))
+    assert size(engine, unknown, fresh=[False, False]).expected_tokens == 8.0, "nothing is typical yet"
+    observe(engine, 2, 0, 2, confidence=np.array([[0.5, 0.5, 0.5], [0.25, 1.0, 1.0]]))
+    assert engine.profile.mean.tolist() == [0.375, 0.25, 0.1875]
+    decision = size(engine, unknown, fresh=[False, False])
+    assert (decision.budget, decision.expected_tokens) == (0, 2.0)
 
 
 def test_no_table_verifies_everything():
