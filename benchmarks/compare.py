@@ -21,7 +21,8 @@ class Results:
             if row["kind"] == "cell":
                 self.cells[row["arm"], row["concurrency"]][row["repeat"]] = row
         self.failures = [row for row in rows if row["kind"] == "failure"]
-        self.traces = [row for row in rows if row["kind"] == "trace"]
+        traces = [row for row in rows if row["kind"] == "trace"]
+        self.traces = list({(row["arm"], row["concurrency"]): row for row in traces}.values())
         measured = {arm for arm, _ in self.cells}
         self.roles = {arm: role for arm, role in roles.items() if arm in measured}
         self.arms = list(self.roles)

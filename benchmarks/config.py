@@ -67,7 +67,7 @@ class Sweep:
     pause_idle: bool = False
     output_tokens: list[int] = field(default_factory=lambda: [96, 160])
     temperature: float = 1.0
-    stream_interval: int = 16
+    stream_interval: int = 32
     seed: int = 0
     port: int = 31000
     start_timeout: float = 600.0

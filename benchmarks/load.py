@@ -42,7 +42,7 @@ class Load:
     requests: int | None = None
     output_tokens: tuple[int, int] = (96, 160)
     temperature: float = 1.0
-    stream_interval: int = 16
+    stream_interval: int = 32
     seed: int | str = 0
     settle_seconds: float = 0.5
     ramp_timeout: float = 180.0
@@ -214,7 +214,7 @@ async def post(url: str, body: dict[str, Any] | None = None) -> None:
         ):
             pass
     except (TimeoutError, aiohttp.ClientError) as error:
-        raise RuntimeError(f"{url} did not answer: {error!r}") from error
+        raise RuntimeError(f"{url} did not answer: {type(error).__name__}") from error
 
 
 async def measure(url: str, load: Load) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +21,12 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """Servers that are alive together, and the cells measured meanwhile, in order."""
+    """Servers that are alive together, the cells measured meanwhile, in order, and traces (arm, concurrency) taken
+    after them: a server that does not survive its profiler has been measured by then."""
 
     arms: list[Arm]
     cells: list[Cell]
+    traces: list[tuple[str, int]] = field(default_factory=list)
 
 
 def stages(sweep: Sweep) -> list[Stage]:
@@ -39,18 +41,20 @@ def stages(sweep: Sweep) -> list[Stage]:
                 for place, concurrency in enumerate(sweep.concurrency)
                 for arm in _rotated(group, repeat + place if len(group) > 1 else 0)
             ]
-            result.append(Stage(group, cells))
+            traced = sweep.trace.concurrency if sweep.trace and 0 in together else []
+            result.append(Stage(group, cells, [(arm.name, concurrency) for arm in group for concurrency in traced]))
     return result
 
 
-def remaining(all_stages: Iterable[Stage], done: set[Cell]) -> list[Stage]:
-    """Stages with cells that are not in ``done``, and of their servers those that such a cell needs."""
+def remaining(all_stages: Iterable[Stage], done: set[Cell], traced: Set[tuple[str, int]] = frozenset()) -> list[Stage]:
+    """Stages with cells not in ``done`` or traces not in ``traced``, and of their servers those that these need."""
     result = []
     for stage in all_stages:
         cells = [cell for cell in stage.cells if cell not in done]
-        needed = {cell.arm for cell in cells}
-        if cells:
-            result.append(Stage([arm for arm in stage.arms if arm.name in needed], cells))
+        traces = [trace for trace in stage.traces if trace not in traced]
+        needed = {cell.arm for cell in cells} | {arm for arm, _ in traces}
+        if needed:
+            result.append(replace(stage, arms=[a for a in stage.arms if a.name in needed], cells=cells, traces=traces))
     return result
 
 
@@ -93,17 +97,21 @@ class Rows:
         kinds = {"cell"} if retry_failed else {"cell", "failure"}
         return {Cell(row["arm"], row["concurrency"], row["repeat"]) for row in self.read() if row["kind"] in kinds}
 
-    def traced(self) -> set[tuple[str, int]]:
-        """(arm, concurrency) of the traces that are there."""
-        return {(row["arm"], row["concurrency"]) for row in self.read() if row["kind"] == "trace"}
+    def traced(self, *, retry_failed: bool) -> set[tuple[str, int]]:
+        """(arm, concurrency) of the traces that need no more work."""
+        return {
+            (row["arm"], row["concurrency"])
+            for row in self.read()
+            if row["kind"] == "trace" and not (retry_failed and "failed" in row)
+        }
 
 
 class Clock:
     """How much time the rest takes, learned as the sweep goes: seconds per server start, and per cell beyond its
-    window."""
+    window; a trace is guessed."""
 
-    def __init__(self, start_estimate: float, settle: float = 3.0) -> None:
-        self.start, self.around = start_estimate, settle
+    def __init__(self, start_estimate: float, settle: float = 3.0, trace: float = 15.0) -> None:
+        self.start, self.around, self.trace = start_estimate, settle, trace
 
     def started(self, seconds: float) -> None:
         """Learn from a start of a stage's servers, warm-up included."""
@@ -115,11 +123,14 @@ class Clock:
 
     def left(self, rest: list[Stage], seconds: float, *, starting: bool = True) -> float:
         """Seconds for ``rest``; ``starting`` False when the first stage's servers run already."""
-        cells = sum(len(stage.cells) for stage in rest)
-        return self.start * (len(rest) - (not starting)) + cells * (seconds + self.around)
+        cells, traces = self._count(rest)
+        return self.start * (len(rest) - (not starting)) + cells * (seconds + self.around) + traces * self.trace
 
     def window(self, rest: list[Stage], budget: float, longest: float, shortest: float) -> float:
         """The steady window that lets ``rest`` fit into ``budget`` seconds, within the two bounds."""
-        cells = sum(len(stage.cells) for stage in rest)
-        fitting = (budget - self.start * len(rest)) / max(cells, 1) - self.around
+        cells, traces = self._count(rest)
+        fitting = (budget - self.start * len(rest) - traces * self.trace) / max(cells, 1) - self.around
         return min(longest, max(shortest, fitting))
+
+    def _count(self, rest: list[Stage]) -> tuple[int, int]:
+        return sum(len(stage.cells) for stage in rest), sum(len(stage.traces) for stage in rest)

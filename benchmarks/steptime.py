@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -61,10 +62,13 @@ async def capture_trace(url: str, load: Load, steps: int, folder: Path, timeout:
             if path := await _written(folder, known, running, 20.0):
                 return path
         raise RuntimeError(f"no trace of {url} came within {timeout:g} s; does its machine see {folder}?")
+    except (TimeoutError, aiohttp.ClientError) as error:
+        raise RuntimeError(f"{url} did not survive the profiler: {type(error).__name__}") from error
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await post(f"{url}/abort_request", {"rid": "", "abort_all": True})
+        with contextlib.suppress(RuntimeError):
+            await post(f"{url}/abort_request", {"rid": "", "abort_all": True})
 
 
 async def _written(folder: Path, known: set[Path], load: asyncio.Task[None], timeout: float) -> Path | None:

@@ -56,7 +56,8 @@ class Run:
 
     def run(self, *, fit: bool, retry_failed: bool) -> bool:
         """Measure; True when nothing is left. ``fit`` shortens all windows evenly to fit the time."""
-        self.rest = remaining(stages(self.sweep), self.rows.done(retry_failed=retry_failed))
+        done, traced = (find(retry_failed=retry_failed) for find in (self.rows.done, self.rows.traced))
+        self.rest = remaining(stages(self.sweep), done, traced)
         if fit:
             self.seconds = self.clock.window(self.rest, self.time_left(), self.sweep.seconds, self.sweep.min_seconds)
         self.say(f"{self.sweep.name}: windows of {self.seconds:.1f} s")
@@ -76,16 +77,22 @@ class Run:
         servers: dict[str, Server] = {}
         try:
             usable = [arm for arm in stage.arms if self._prepared(arm, stage)]
-            for arm in usable:
-                servers[arm.name] = self._start(arm, self.sweep.arms.index(arm))
-            for arm in usable:
-                self._ready(arm, servers, stage)
+            # Ours measures step costs while it starts: by then the others must be up and idle.
+            for wave in ([arm for arm in usable if arm.role != "ours"], [arm for arm in usable if arm.role == "ours"]):
+                for arm in wave:
+                    servers[arm.name] = self._start(arm, self.sweep.arms.index(arm))
+                for arm in wave:
+                    self._ready(arm, servers, stage)
             self.clock.started(time.monotonic() - begin)
             for cell in stage.cells:
                 if cell.arm in servers:
                     self._check_time(self.seconds + self.clock.around)
                     self._cell(cell, servers, stage)
-                self.rest[0] = Stage(stage.arms, self.rest[0].cells[1:])
+                self.rest[0] = dataclasses.replace(stage, cells=self.rest[0].cells[1:])
+            for arm, concurrency in stage.traces:
+                if arm in servers:
+                    self._check_time(self.clock.trace)
+                    self._trace(arm, concurrency, servers[arm])
         finally:
             for server in servers.values():
                 server.stop()
@@ -158,7 +165,6 @@ class Run:
         row["server_start_seconds"] = server.start_seconds
         self.rows.append({"kind": "cell", **cell._asdict(), **row, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         self.clock.measured(time.monotonic() - begin - self.seconds)
-        self._trace(cell, server)
         self._pause(server)
         accepted = f", accepted {row['accept_length']:.2f}" if row["accept_length"] else ""
         verified = f", verified {row['verify_length']:.2f}" if row["verify_length"] else ""
@@ -183,20 +189,19 @@ class Run:
             seed=f"{self.sweep.seed}/{concurrency}/{repeat}",
         )
 
-    def _trace(self, cell: Cell, server: Server) -> None:
-        wanted = self.sweep.trace
-        if wanted is None or cell.concurrency not in wanted.concurrency:
-            return
-        if (cell.arm, cell.concurrency) in self.rows.traced():
-            return
-        load = dataclasses.replace(self._load(cell.concurrency, cell.repeat, 120.0), output_tokens=(1024, 1024))
-        folder = self.out.absolute() / "traces" / f"{cell.arm}-c{cell.concurrency}"
+    def _trace(self, arm: str, concurrency: int, server: Server) -> None:
+        assert self.sweep.trace is not None
+        self._resume(server)
+        load = dataclasses.replace(self._load(concurrency, 0, 120.0), output_tokens=(1024, 1024))
+        folder = self.out.absolute() / "traces" / f"{arm}-c{concurrency}"
         try:
-            path = asyncio.run(capture_trace(server.url, load, wanted.steps, folder, timeout=60.0))
+            path = asyncio.run(capture_trace(server.url, load, self.sweep.trace.steps, folder, timeout=60.0))
             numbers: dict[str, Any] = trace_syncs.per_step(trace_syncs.load_events(path))
+            self.say(f"{arm} c={concurrency}: traced, {numbers['syncs_total']:.1f} synchronising calls per step")
         except (RuntimeError, AdaptiveError) as error:
             numbers = {"failed": str(error)}
-        self.rows.append({"kind": "trace", **cell._asdict(), **numbers})
+        self.rows.append({"kind": "trace", "arm": arm, "concurrency": concurrency, **numbers})
+        self._pause(server)
 
     def _pause(self, server: Server) -> None:
         if self.sweep.pause_idle and self.sweep.resident > 1:

@@ -23,9 +23,9 @@ from tests import fake_server
 FAKE = [sys.executable, fake_server.__file__]
 SYNTHETIC = {"synthetic": {"token_ids": [10, 99], "length": [3, 5]}}
 ARMS = [
-    {"name": "none", "role": "none", "args": ["--step-ms", "4"]},
-    {"name": "k1", "role": "fixed", "args": ["--step-ms", "6", "--accept", "2"]},
-    {"name": "ours", "role": "ours", "args": ["--step-ms", "5", "--accept", "2", "--adaptive"]},
+    {"name": "none", "role": "none", "args": ["--step-ms", "10"]},
+    {"name": "k1", "role": "fixed", "args": ["--step-ms", "10", "--accept", "2"]},
+    {"name": "ours", "role": "ours", "args": ["--step-ms", "10", "--accept", "4", "--adaptive"]},
 ]
 
 
@@ -111,6 +111,10 @@ def test_what_is_done_is_left_out_and_its_server_not_started():
     assert [arm.name for arm in stage.arms] == ["a1"]
     assert remaining(everything, {Cell("a0", 1, 0), Cell("a1", 1, 0)}) == []
 
+    traced = stages(small(2, concurrency=[8], repeats=1, trace=config.Trace([1])))
+    (stage,) = remaining(traced, {Cell("a0", 8, 0), Cell("a1", 8, 0)}, {("a0", 1)})
+    assert [arm.name for arm in stage.arms] == ["a1"] and stage.traces == [("a1", 1)]
+
 
 def test_windows_shrink_evenly_to_the_time_but_not_below_the_least():
     everything = stages(small(2, concurrency=[1, 8], repeats=1))
@@ -160,9 +164,9 @@ def test_a_sweep_measures_everything_resumes_and_is_reported(tmp_path, capsys):
     assert result.with_suffix(".png").stat().st_size > 10_000
     data = json.loads(result.with_suffix(".json").read_text())
     (found,) = data["standings"]
-    # 2 tokens in 5 ms against 2 in 6 ms and 1 in 4 ms
-    assert 1.0 < found["geomean"]["fixed"] < 1.4
-    assert 1.3 < found["geomean"]["none"] < 1.8
+    # 4 tokens a step against 2 and 1, on a machine that may be busy
+    assert 1.3 < found["geomean"]["fixed"] < 3
+    assert 2 < found["geomean"]["none"] < 8
     assert found["best_single"] == "k1" and found["geomean"]["compact"] is None
     assert [point["concurrency"] for point in data["pareto"]["ours"]] == [1, 3]
 
@@ -257,7 +261,7 @@ def test_a_wrong_configuration_is_refused(tmp_path):
     "path", sorted((Path(config.__file__).parent / "configs").glob("*.toml")), ids=lambda p: p.stem
 )
 def test_the_example_configurations_can_be_read(path, monkeypatch):
-    for name in ("TARGET", "DRAFT", "PROMPTS", "SPS_TABLE"):
+    for name in ("TARGET", "DRAFT", "PROMPTS", "SPS_TABLE", "TOKENIZER"):
         monkeypatch.setenv(name, "/somewhere")
     found = config.read(path)
     assert [arm.name for arm in found.arms if arm.role == "ours"] == ["adaptive"]
