@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_adaptive.benchmarks import config, machine, prompts, trace_syncs
-from sglang_adaptive.benchmarks.config import Arm, Sweep
+from sglang_adaptive.benchmarks.config import Arm, Prepare, Sweep
 from sglang_adaptive.benchmarks.load import Load, measure, post
 from sglang_adaptive.benchmarks.plan import Cell, Clock, Rows, Stage, remaining, stages
 from sglang_adaptive.benchmarks.server import Server, ServerFailed
@@ -80,7 +80,7 @@ class Run:
             # Ours measures step costs while it starts: by then the others must be up and idle.
             for wave in ([arm for arm in usable if arm.role != "ours"], [arm for arm in usable if arm.role == "ours"]):
                 for arm in wave:
-                    servers[arm.name] = self._start(arm, self.sweep.arms.index(arm))
+                    servers[arm.name] = self._start(arm, arm.name, self.sweep.arms.index(arm))
                 for arm in wave:
                     self._ready(arm, servers, stage)
             self.clock.started(time.monotonic() - begin)
@@ -101,13 +101,19 @@ class Run:
         if needed > self.time_left():
             raise OutOfTime
 
-    def _start(self, arm: Arm, place: int, args: Sequence[str] = (), env: dict[str, str] | None = None) -> Server:
+    def _start(self, arm: Arm | Prepare, name: str, place: int) -> Server:
         port = self.sweep.port + 10 * place
         address = ["--host", "127.0.0.1", "--port", str(port)]
-        command = [*self.sweep.server, *self.sweep.args, *(args or arm.args), *address]
-        return Server(
-            command, port, self.logs / f"{arm.name}.log", {**self.sweep.env, **(arm.env if env is None else env)}
-        )
+        command = [*self.sweep.server, *self.sweep.args, *arm.args, *address]
+        return Server(command, port, self.logs / f"{name}.log", {**self.sweep.env, **arm.env})
+
+    def _wait(self, server: Server) -> None:
+        """Wait for the server, but not beyond this invocation's time: then it has not failed."""
+        try:
+            server.wait_ready(min(self.sweep.start_timeout, self.time_left()))
+        except ServerFailed:
+            self._check_time(0.0)
+            raise
 
     def _prepared(self, arm: Arm, stage: Stage) -> bool:
         """Whether the file that the arm needs is there, after making it where it is not."""
@@ -115,9 +121,9 @@ class Run:
         if need is None or Path(need.file).exists():
             return True
         self.say(f"{arm.name}: making {need.file}")
-        server = self._start(arm, len(self.sweep.arms), need.args, need.env)
+        server = self._start(need, arm.name, len(self.sweep.arms))
         try:
-            server.wait_ready(self.sweep.start_timeout)
+            self._wait(server)
             filled = [part.replace("{url}", server.url).replace("{file}", need.file) for part in need.command]
             done = subprocess.run(filled, capture_output=True, text=True, timeout=need.timeout)
             (self.logs / f"{arm.name}.prepare.log").write_text(done.stdout + done.stderr)
@@ -134,7 +140,7 @@ class Run:
         """Wait for the arm's server and warm it up: kernels are compiled when they are first used."""
         server = servers[arm.name]
         try:
-            server.wait_ready(self.sweep.start_timeout)
+            self._wait(server)
             for concurrency in sorted({min(self.sweep.concurrency), max(self.sweep.concurrency)}):
                 asyncio.run(measure(server.url, self._load(concurrency, -1, self.sweep.warmup_seconds / 2)))
         except (ServerFailed, RuntimeError) as error:
@@ -150,6 +156,10 @@ class Run:
         for cell in stage.cells:
             if cell.arm == arm.name and cell not in done:
                 self.rows.append({"kind": "failure", **cell._asdict(), "reason": reason[-4000:]})
+        for name, concurrency in stage.traces:
+            if name == arm.name:
+                failed = reason.splitlines()[0]
+                self.rows.append({"kind": "trace", "arm": name, "concurrency": concurrency, "failed": failed})
 
     def _cell(self, cell: Cell, servers: dict[str, Server], stage: Stage) -> None:
         server = servers[cell.arm]

@@ -174,7 +174,7 @@ def test_a_sweep_measures_everything_resumes_and_is_reported(tmp_path, capsys):
 def test_an_arm_that_fails_does_not_stop_the_others_and_is_not_tried_again_unless_asked(tmp_path, capsys):
     out = tmp_path / "out"
     arms = [{"name": "refuses", "role": "compact", "args": ["--refuse", "no table was given"]}, ARMS[0]]
-    path = written(tmp_path, arms, concurrency=[1], repeats=1)
+    path = written(tmp_path, arms, concurrency=[1], repeats=1, trace={"concurrency": [1], "steps": 3})
     assert run(path, out) == 0
     assert cells(out) == [("none", 1, 0)]
     (failure,) = [row for row in Rows(out / "results.jsonl").read() if row["kind"] == "failure"]
@@ -204,6 +204,14 @@ def test_out_of_time_stops_before_a_cell_that_would_not_fit(tmp_path):
     assert cells(out) == []
     assert run(path, out, "--minutes", "5") == 0
     assert len(cells(out)) == 3
+
+
+def test_a_server_that_is_not_up_when_the_time_ends_has_not_failed(tmp_path):
+    path = written(
+        tmp_path, [{"name": "slow", "args": []}], server=[sys.executable, "-c", "import time; time.sleep(60)"]
+    )
+    assert run(path, tmp_path / "out", "--stop-after", "0.08") == sweep.INCOMPLETE
+    assert Rows(tmp_path / "out" / "results.jsonl").read() == []
 
 
 def test_a_file_that_an_arm_needs_is_made_once(tmp_path):
