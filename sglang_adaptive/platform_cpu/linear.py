@@ -16,23 +16,28 @@ ROWS_HINT = 128
 MEMORY_SHARE = 0.25
 
 
+_updates = 0
+
+
+def weights_changed() -> None:
+    """Tell every packed copy of this process that the host wrote its weights; each is renewed at its next use."""
+    global _updates
+    _updates += 1
+
+
 class PackedWeight:
-    """A weight and its packed copy, renewed when the host writes the weight (a weight update)."""
+    """The packed copy of a weight."""
 
     def __init__(self, weight: torch.Tensor):
         self._pack(weight)
 
     def _pack(self, weight: torch.Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
-        self.source = self._state(weight)
-
-    @staticmethod
-    def _state(weight: torch.Tensor) -> tuple[int, int]:
-        return weight.data_ptr(), weight._version
+        self.updates = _updates
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x @ weight.T + bias``; x float32 [..., in], weight float32 [out, in]."""
-        if self.source != self._state(weight):
+        if self.updates != _updates:
             self._pack(weight)
         rows = x.reshape(-1, x.shape[-1])
         count = rows.shape[0]

@@ -72,11 +72,11 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         from sglang.srt.runtime_context import get_spec
 
+        from sglang_adaptive.patches import cpu_kernels, cpu_weights, cpu_worker
         from sglang_adaptive.platform_cpu.linear import pack_linear_layers
 
-        pack_linear_layers(model)
+        if pack_linear_layers(model) > 0:
+            registry.apply(cpu_weights.PATCHES)
         # The target loads first: every host module is imported by now and no speculative worker exists yet.
         if get_spec().speculative_algorithm is not None:
-            from sglang_adaptive.patches import cpu_kernels, cpu_worker
-
             registry.apply([*cpu_kernels.PATCHES, *cpu_worker.PATCHES])

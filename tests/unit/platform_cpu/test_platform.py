@@ -1,0 +1,111 @@
+"""When the platform activates, and what it assumes where the user says nothing."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
+
+from sglang_adaptive import platform_cpu
+from sglang_adaptive.platform_cpu import defaults
+from sglang_adaptive.platform_cpu.pool import lazy_zeros
+
+
+def test_activates_where_no_accelerator_is_visible(monkeypatch):
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.setattr(platform_cpu, "accelerator_visible", lambda: False)
+    assert platform_cpu.activate() == platform_cpu.PLATFORM_CLASS
+
+
+def test_never_activates_where_one_is(monkeypatch):
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert platform_cpu.activate() is None
+
+
+@pytest.mark.parametrize("name", ["npu", "hpu", "musa"])
+def test_never_activates_for_a_vendor_that_torch_knows_by_its_own_name_only(monkeypatch, name):
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.setattr(torch, name, SimpleNamespace(is_available=lambda: True), raising=False)
+    assert platform_cpu.activate() is None
+
+
+def test_the_hosts_own_cpu_engine_has_precedence(monkeypatch):
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.setattr(platform_cpu, "accelerator_visible", lambda: False)
+    assert platform_cpu.activate() is None
+
+
+def arguments(**changes):
+    record = {
+        "cuda_graph_config": CudaGraphConfig(),
+        "dtype": "auto",
+        "max_total_tokens": None,
+        "max_running_requests": None,
+        "speculative_draft_attention_backend": None,
+        "disable_hybrid_swa_memory": False,
+        "tp_size": 1,
+        "dp_size": 1,
+        "pp_size": 1,
+    }
+    return SimpleNamespace(**(record | changes))
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """The environment of a launcher with nothing set, restored afterwards."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    for name in ("SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        os.environ.pop(name, None)
+    return os.environ
+
+
+def test_defaults(environment):
+    args = arguments()
+    defaults.apply(args)
+    assert args.dtype == "float32"
+    assert args.max_total_tokens == defaults.MAX_TOTAL_TOKENS
+    assert args.max_running_requests == defaults.MAX_RUNNING_REQUESTS
+    assert args.speculative_draft_attention_backend == platform_cpu.ATTENTION_BACKEND
+    assert args.cuda_graph_config.decode.backend == Backend.DISABLED
+    assert args.cuda_graph_config.prefill.backend == Backend.DISABLED
+
+
+def test_what_the_user_says_stands(environment):
+    environment["OMP_NUM_THREADS"] = "3"
+    said = {
+        "dtype": "bfloat16",
+        "max_total_tokens": 100,
+        "max_running_requests": 3,
+        "speculative_draft_attention_backend": "torch_native",
+    }
+    args = arguments(**said)
+    defaults.apply(args)
+    assert {name: getattr(args, name) for name in said} == said
+    assert environment["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"),
+    [
+        ({0, 1, 2, 3}, 1, "0,1,2,3"),
+        ({0, 1, 2, 3}, 2, "0,1|2,3"),
+        ({4, 6, 9}, 2, "4|6"),
+        ({0, 1}, 4, "0|1|0|1"),
+    ],
+)
+def test_cores_are_dealt_out_to_the_ranks(monkeypatch, environment, cores, ranks, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    defaults.export_environment(ranks)
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == expected
+    assert environment["OMP_NUM_THREADS"] == str(len(expected.split("|")[0].split(",")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lazy_memory_is_zero_and_writable(dtype):
+    memory = lazy_zeros((5, 3, 2), dtype)
+    assert memory.shape == (5, 3, 2) and memory.dtype == dtype
+    assert not memory.any()
+    memory[2, 1] = 1
+    assert memory.sum() == 2
