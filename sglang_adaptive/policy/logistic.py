@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,6 +69,7 @@ class LogisticFilter:
         self._position = np.zeros(buffer_rows, np.int64)
         self._rows = 0
         self._calls = 0
+        self._pending: deque[tuple[int, Floats, Floats]] = deque()
 
     @property
     def weights(self) -> Floats:
@@ -89,7 +91,13 @@ class LogisticFilter:
         """Count a step whose outcomes are not taken."""
         self._calls += 1
         if self._calls % self.update_steps == 0 and self._rows:
-            self._update()
+            self._set_out()
+        # A few positions per call, so that no single step pays for all of them.
+        for _ in range(min(len(self._pending), -(-self.positions // self.update_steps))):
+            position, x, y = self._pending.popleft()
+            self._absorb(position, x, y)
+            self.samples[position] += y.size
+            self.version += 1
 
     def observe(self, features: Floats, verified: Ints, accepted: Ints) -> None:
         """Take the outcomes of one step.
@@ -115,15 +123,13 @@ class LogisticFilter:
             self._rows += row.size
         self.observe_nothing()
 
-    def _update(self) -> None:
-        for position in range(self.positions):
-            mine = self._position[: self._rows] == position
-            count = int(np.count_nonzero(mine))
-            if count:
-                self._absorb(position, self._x[: self._rows][mine], self._y[: self._rows][mine])
-                self.samples[position] += count
+    def _set_out(self) -> None:
+        position = self._position[: self._rows]
+        for mine in range(self.positions):
+            rows = np.flatnonzero(position == mine)
+            if rows.size:
+                self._pending.append((mine, self._x[rows], self._y[rows]))
         self._rows = 0
-        self.version += 1
 
     def _absorb(self, position: int, x: Floats, y: Floats) -> None:
         fade = max(0.0, 1.0 - y.size / self.memory)
