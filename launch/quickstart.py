@@ -64,9 +64,9 @@ def serving(name: str, arguments: list[str], options: argparse.Namespace) -> Ite
 
 def ask(client: Client, options: argparse.Namespace, what: str, **extra: Any) -> tuple[list, comparison.Answers]:
     """Ask all questions at once: the replies and what they come to."""
-    with busy(f"{what}: {len(QUESTIONS)} questions at once, up to {options.max_tokens} tokens each"):
+    with busy(f"{what}: {len(options.questions)} questions at once, up to {options.max_tokens} tokens each"):
         begin = time.monotonic()
-        replies = client.chat(QUESTIONS, options.max_tokens, temperature=0.0, **extra)
+        replies = client.chat(options.questions, options.max_tokens, temperature=0.0, **extra)
         return replies, comparison.answers_of(replies, time.monotonic() - begin)
 
 
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
         after = server.client.adaptive_states()
 
     counters = comparison.since(before[0], after[0])
-    print(f"\nAnswers with {ALGORITHM}:\n{comparison.dialogue(QUESTIONS, adaptive.texts)}\n")
+    print(f"\nAnswers with {ALGORITHM}:\n{comparison.dialogue(options.questions, adaptive.texts)}\n")
     print(comparison.table(plain, adaptive, counters))
     if not counters["steps"]:
         raise Failed(f"the worker of {ALGORITHM} has counted no decode step")
@@ -129,11 +129,19 @@ def _compare_texts(reference: list, runs: tuple[comparison.Answers, ...], tie_na
         raise Failed("speculation changed a greedy text")
 
 
+def _lines(file: str) -> list[str]:
+    lines = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
+    if not lines:
+        raise argparse.ArgumentTypeError(f"{file} holds no question")
+    return lines
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, help="folder of the target (default: SmolLM2-135M-Instruct, prepared)")
     parser.add_argument("--draft", type=Path, help="folder of its DSpark draft (default: the bundled one)")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the servers (default: this one)")
+    parser.add_argument("--questions", type=_lines, default=QUESTIONS, help="file with one a line (default: our own)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of each answer (default: %(default)s)")
     parser.add_argument("--start-seconds", type=float, default=900, help="limit for a server's start")
     parser.add_argument("--cache-dir", type=Path, default=models.default_cache_dir(), help="default: %(default)s")
