@@ -28,7 +28,7 @@ class Counters:
         positions = np.arange(1, self.gamma + 1)
         self.steps += 1
         self.requests += len(record.slots)
-        self.drafted_tokens += len(record.slots) * self.gamma
+        self.drafted_tokens += 0 if record.confidence is None else len(record.slots) * self.gamma
         self.verify_tokens += int(record.verify_lens.sum())
         self.committed_tokens += int(record.commit_lens.sum())
         self.verified += (record.verify_lens[:, None] > positions).sum(axis=0)

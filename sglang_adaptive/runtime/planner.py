@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.runtime_context import get_schedule
-from sglang.srt.speculative.dspark_components.dspark_planner import DSparkVerifyPlanner, uniform_ragged_layout
+from sglang.srt.speculative.dspark_components.dspark_planner import (
+    DSparkVerifyPlanner,
+    ragged_capture_num_tokens,
+    uniform_ragged_layout,
+)
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_adaptive.options import Options
 from sglang_adaptive.policy.allocation import allocate
@@ -16,7 +22,10 @@ from sglang_adaptive.policy.budget import Decision
 from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.engine import Engine, PolicyConfig
 from sglang_adaptive.runtime.counters import Counters
-from sglang_adaptive.runtime.relay import OVERLAP_LAG, SYNC_LAG, StepRelay
+from sglang_adaptive.runtime.relay import OVERLAP_LAG, SYNC_LAG, StepRecord, StepRelay
+
+# How often a changed calibration is sent to the device, in steps.
+CALIBRATE_STEPS = 16
 
 
 class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
@@ -39,13 +48,22 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         self._allocate: Callable[..., torch.Tensor] = allocate
         self._iteration = 0
         self._layout: Any = None
+        self._anchor_layouts: dict[int, Any] = {}
+        self._calibration: torch.Tensor | None = None
+        self._calibration_version = -1
 
     def begin_serving(self, *, cost: CostModel, options: Options, max_requests: int) -> None:
         """Take the profiled costs, and the memory pools that exist by now."""
         pool = self.model_runner.req_to_token_pool
-        self._min_len = options.min_verify_len
-        self._max_len = min(options.max_verify_len or self.gamma + 1, self.gamma + 1)
-        config = PolicyConfig(min_gain=options.min_gain, min_len=self._min_len, max_len=self._max_len)
+        config = PolicyConfig(
+            min_gain=options.min_gain,
+            min_len=options.min_verify_len,
+            max_len=min(options.max_verify_len or self.gamma + 1, self.gamma + 1),
+            calibrate=options.calibration,
+            correct_costs=options.cost_correction,
+            skip_draft=options.skip_draft,
+            auto_refresh=self._group.world_size == 1,
+        )
         self._engine = Engine(config, cost if options.policy else CostModel.empty(), self.gamma)
         self._relay = StepRelay(
             num_slots=pool.req_to_token.shape[0],
@@ -54,6 +72,7 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             device=self.device,
             lag=SYNC_LAG if get_schedule().disable_overlap_schedule else OVERLAP_LAG,
         )
+        self._ones = torch.ones(max_requests, dtype=torch.int32, device=self.device)
         if torch.device(self.device).type == "cuda":
             self._allocate = torch.compile(allocate, dynamic=True)
 
@@ -70,17 +89,7 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         if not self.is_compact_mode:
             return
         for record in self._relay.collect(self._iteration):
-            self.counters.observe(record)
-            self._engine.observe(
-                requests=len(record.slots),
-                non_draft_tokens=len(record.slots),
-                draft_tokens=int(record.verify_lens.sum()) - len(record.slots),
-                kv_tokens=record.kv_tokens,
-                committed_tokens=int(record.commit_lens.sum()),
-                confidence=record.confidence,
-                verified=record.verify_lens - 1,
-                accepted=record.commit_lens - 1,
-            )
+            self._learn(record)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.batch_size() == 0:
             return
         slots = batch.req_pool_indices_cpu.numpy()
@@ -95,6 +104,32 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             fresh=fresh,
         )
         self.counters.decided(draft=self.decision.draft, uniform=self.decision.uniform)
+
+    def _learn(self, record: StepRecord) -> None:
+        """Feed a finished step to the engine; what comes of this rank's clock takes effect as rank 0 measured it."""
+        self.counters.observe(record)
+        requests = len(record.slots)
+        self._engine.observe(
+            requests=requests,
+            non_draft_tokens=requests,
+            draft_tokens=int(record.verify_lens.sum()) - requests,
+            kv_tokens=record.kv_tokens,
+            committed_tokens=int(record.commit_lens.sum()),
+            step_ms=record.step_ms,
+            drafted=record.confidence is not None,
+            confidence=record.confidence,
+            verified=record.verify_lens - 1,
+            accepted=record.commit_lens - 1,
+        )
+        if self._group.world_size > 1 and self._engine.refresh_due:
+            state = torch.from_numpy(self._engine.measured_state())
+            torch.distributed.broadcast(state, src=self._group.ranks[0], group=self._group.cpu_group)
+            self._engine.apply_measured(state.numpy())
+        if self._engine.calibration.version != self._calibration_version and self._engine.steps % CALIBRATE_STEPS == 0:
+            self._calibration_version = self._engine.calibration.version
+            if not self._engine.calibration.is_identity:
+                coefficients = torch.from_numpy(self._engine.calibration.coefficients.astype(np.float32))
+                self._calibration = async_h2d(coefficients, self.device)
 
     # -- after the draft --
 
@@ -134,14 +169,40 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
     ) -> torch.Tensor | None:
         if confidence is None or budget is None:
             return None
-        return self._allocate(confidence, budget, min_len=self._min_len, max_len=self._max_len)
+        config = self._engine.config
+        return self._allocate(
+            confidence, budget, min_len=config.min_len, max_len=config.max_len, calibration=self._calibration
+        )
+
+    # -- a step without a draft --
+
+    def draft_after_all(self) -> None:
+        """The batch needs the host's full step: draft, and verify everything."""
+        self.decision = replace(self.decision, draft=True, uniform=True, budget=len(self._slots) * self.gamma)
+
+    def anchor_layout(self, requests: int) -> Any:
+        """The packed layout that verifies one token of each request; cached."""
+        if requests not in self._anchor_layouts:
+            tiers = ragged_capture_num_tokens(model_runner=self.model_runner)
+            grid = tiers if tiers and tiers[-1] >= requests else [requests]
+            self._anchor_layouts[requests] = RaggedVerifyLayout.from_verify_lens(
+                verify_lens_cpu=[1] * requests, device=self.device, grid=grid
+            )
+        self._layout = self._anchor_layouts[requests]
+        return self._layout
+
+    def ones(self, requests: int) -> torch.Tensor:
+        """[R] int32 ones, to be read only."""
+        return self._ones[:requests]
 
     # -- when the step is launched --
 
-    def publish(self, *, confidence: torch.Tensor, commit_lens: torch.Tensor) -> None:
-        """Send the step's confidences [R, K] and committed tokens [R] on their way to the CPU."""
-        layout = self._layout
-        lens = torch.full_like(commit_lens, self.gamma + 1) if layout is None else layout.verify_lens
+    def publish(self, *, confidence: torch.Tensor | None, commit_lens: torch.Tensor | None) -> None:
+        """Send the step's confidences [R, K] and committed tokens [R] on their way to the CPU; None without a draft."""
+        lens = None
+        if confidence is not None:
+            full = self._layout is None
+            lens = torch.full_like(commit_lens, self.gamma + 1) if full else self._layout.verify_lens
         self._relay.publish(
             iteration=self._iteration,
             slots=self._slots,
@@ -151,6 +212,13 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             verify_lens=lens,
             commit_lens=commit_lens,
         )
+
+
+def async_h2d(values: torch.Tensor, device: Any) -> torch.Tensor:
+    """The values on the device, without waiting for the copy."""
+    if torch.device(device).type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _kv_tokens(batch: Any) -> float:

@@ -10,6 +10,7 @@ and by the slot's generation, which the host raises each time it hands the slot 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -30,18 +31,20 @@ class StepRecord:
         slots: [R] int64 request slots.
         generations: [R] int64 generation of each slot.
         kv_tokens: tokens in the batch's KV cache, as the decision saw them.
-        confidence: [R, K] float32 live confidences.
+        confidence: [R, K] float32 live confidences; None for a step that did not draft.
         verify_lens: [R] int64 verified tokens, the anchor included.
         commit_lens: [R] int64 committed tokens, the bonus token included.
+        step_ms: time since the step before it, in ms; None where that was no decode step.
     """
 
     iteration: int
     slots: np.ndarray
     generations: np.ndarray
     kv_tokens: float
-    confidence: np.ndarray
+    confidence: np.ndarray | None
     verify_lens: np.ndarray
     commit_lens: np.ndarray
+    step_ms: float | None
 
 
 @dataclass
@@ -50,8 +53,9 @@ class _Flight:
     slots: np.ndarray
     generations: np.ndarray
     kv_tokens: float
-    host: torch.Tensor
+    host: torch.Tensor | None
     done: Any
+    mark: Any
 
 
 class StepRelay:
@@ -71,11 +75,15 @@ class StepRelay:
         self._confidence = np.ones((num_slots, gamma), dtype=np.float32)
         self._generation = np.full(num_slots, -1, dtype=np.int64)
         # One buffer for the step that runs, one for each step that is not old enough yet, one to spare.
+        depth = lag + 2
         self._buffers = deque(
-            torch.empty((max_requests, gamma + 2), dtype=torch.float32, pin_memory=self._cuda) for _ in range(lag + 2)
+            torch.empty((max_requests, gamma + 2), dtype=torch.float32, pin_memory=self._cuda) for _ in range(depth)
         )
         self._flights: deque[_Flight] = deque()
         self._stream = torch.cuda.Stream() if self._cuda else None
+        # A mark is read when the step after it is collected, so one more than the flights is in use.
+        self._marks = deque(torch.cuda.Event(enable_timing=True) for _ in range(depth + 2)) if self._cuda else None
+        self._last: _Flight | None = None
 
     def publish(
         self,
@@ -84,27 +92,58 @@ class StepRelay:
         slots: np.ndarray,
         generations: np.ndarray,
         kv_tokens: float,
-        confidence: torch.Tensor,
-        verify_lens: torch.Tensor,
-        commit_lens: torch.Tensor,
+        confidence: torch.Tensor | None,
+        verify_lens: torch.Tensor | None,
+        commit_lens: torch.Tensor | None,
     ) -> None:
-        """Start the copy of a step just launched, in stream order. Device tensors: [R, K], [R] and [R]."""
-        packed = torch.cat(
-            [confidence.float(), verify_lens.float().unsqueeze(1), commit_lens.float().unsqueeze(1)], dim=1
-        )
-        host = self._take_buffer(len(slots))
-        done = None
-        if self._cuda:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                host.copy_(packed, non_blocking=True)
-                done = torch.cuda.Event()
-                done.record()
-            # The allocator must not hand the memory out again while the side stream reads it.
-            packed.record_stream(self._stream)
-        else:
+        """Start the copy of a step just launched, in stream order. Device tensors: [R, K], [R] and [R].
+
+        All three are None for a step that did not draft: one token each, so there is nothing to copy.
+        """
+        host = done = None
+        if confidence is not None:
+            packed = torch.cat(
+                [confidence.float(), verify_lens.float().unsqueeze(1), commit_lens.float().unsqueeze(1)], dim=1
+            )
+            host = self._take_buffer(len(slots))
+            done = self._start_copy(packed, host)
+        self._flights.append(_Flight(iteration, slots, generations, kv_tokens, host, done, self._mark()))
+
+    def _start_copy(self, packed: torch.Tensor, host: torch.Tensor) -> Any:
+        if not self._cuda:
             host.copy_(packed)
-        self._flights.append(_Flight(iteration, slots, generations, kv_tokens, host, done))
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            host.copy_(packed, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        # The allocator must not hand the memory out again while the side stream reads it.
+        packed.record_stream(self._stream)
+        return done
+
+    def _mark(self) -> Any:
+        if self._marks is None:
+            return time.perf_counter()
+        mark = self._marks.popleft()
+        mark.record()
+        return mark
+
+    def _step_ms(self, flight: _Flight) -> float | None:
+        """Time between the marks of this step and the one before it, if no other forward ran in between."""
+        last, self._last = self._last, flight
+        if last is None:
+            return None
+        ms = None
+        if last.iteration == flight.iteration - 1:
+            if self._marks is None:
+                ms = (flight.mark - last.mark) * 1e3
+            else:
+                flight.mark.synchronize()
+                ms = last.mark.elapsed_time(flight.mark)
+        if self._marks is not None:
+            self._marks.append(last.mark)
+        return ms
 
     def _take_buffer(self, rows: int) -> torch.Tensor:
         if not self._buffers:
@@ -119,24 +158,36 @@ class StepRelay:
         records = []
         while self._flights and self._flights[0].iteration <= iteration - self.lag:
             flight = self._flights.popleft()
-            if flight.done is not None:
-                flight.done.synchronize()  # the host has processed this step's results: nothing is left to wait for
-            rows = flight.host.numpy().copy()
-            base = flight.host._base
-            self._buffers.append(flight.host if base is None else base)
-            record = StepRecord(
-                iteration=flight.iteration,
-                slots=flight.slots,
-                generations=flight.generations,
-                kv_tokens=flight.kv_tokens,
-                confidence=rows[:, : self.gamma],
-                verify_lens=rows[:, self.gamma].astype(np.int64),
-                commit_lens=rows[:, self.gamma + 1].astype(np.int64),
+            step_ms = self._step_ms(flight)
+            confidence, verify_lens, commit_lens = self._land(flight)
+            if confidence is not None:
+                self._confidence[flight.slots] = confidence
+                self._generation[flight.slots] = flight.generations
+            records.append(
+                StepRecord(
+                    iteration=flight.iteration,
+                    slots=flight.slots,
+                    generations=flight.generations,
+                    kv_tokens=flight.kv_tokens,
+                    confidence=confidence,
+                    verify_lens=verify_lens,
+                    commit_lens=commit_lens,
+                    step_ms=step_ms,
+                )
             )
-            self._confidence[record.slots] = record.confidence
-            self._generation[record.slots] = record.generations
-            records.append(record)
         return records
+
+    def _land(self, flight: _Flight) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+        if flight.host is None:
+            ones = np.ones(len(flight.slots), dtype=np.int64)
+            return None, ones, ones
+        if flight.done is not None:
+            flight.done.synchronize()  # the host has processed this step's results: nothing is left to wait for
+        rows = flight.host.numpy().copy()
+        base = flight.host._base
+        self._buffers.append(flight.host if base is None else base)
+        lens = rows[:, self.gamma :].astype(np.int64)
+        return rows[:, : self.gamma], lens[:, 0], lens[:, 1]
 
     def read(self, slots: np.ndarray, generations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Newest readable confidences of these requests: [R, K] float32, and [R] bool, False where there are none."""

@@ -15,6 +15,7 @@ from sglang.srt.speculative.dspark_components import dspark_worker_v2 as host
 from sglang_adaptive import ALGORITHM, __version__
 from sglang_adaptive.options import Options
 from sglang_adaptive.patches.registry import refuse_foreign_hooks
+from sglang_adaptive.runtime import plain
 from sglang_adaptive.runtime.planner import AdaptiveVerifyPlanner
 from sglang_adaptive.runtime.profiler import profile
 
@@ -69,14 +70,22 @@ class AdaptiveDSparkWorker(host.DSparkWorkerV2):
         if get_schedule().disable_overlap_schedule:
             # The overlapping scheduler sizes before it launches; without it there is no earlier place than this.
             self._verify_planner.size(batch)
-        prefix_lens = batch.seq_lens
+        planner, prefix_lens = self._verify_planner, batch.seq_lens
 
         def publish(new_seq_lens: torch.Tensor, confidence: torch.Tensor | None = None) -> None:
-            if confidence is not None and self._verify_planner.decision is not None:
-                self._verify_planner.publish(confidence=confidence, commit_lens=new_seq_lens - prefix_lens)
+            if planner.decision is not None:
+                if confidence is not None:
+                    planner.publish(confidence=confidence, commit_lens=new_seq_lens - prefix_lens)
+                elif not planner.decision.draft:
+                    planner.publish(confidence=None, commit_lens=None)
             if on_publish is not None:
                 on_publish(new_seq_lens)
 
+        if planner.decision is not None and not planner.decision.draft:
+            if plain.can_run(self, batch):
+                self._observers.note_idle_decode_step()
+                return plain.forward(self, batch, publish)
+            planner.draft_after_all()
         return super().forward_batch_generation(batch, publish, grammar_barrier, **kwargs)
 
     def adaptive_state(self) -> dict[str, Any]:

@@ -15,14 +15,14 @@ def environment(cache_dir: Path, **options: str) -> dict[str, str]:
     return {**PROFILE, "SGLANG_ADAPTIVE_CACHE_DIR": str(cache_dir), **options}
 
 
-def make_dear(cache_dir: Path, ms_per_token: float = 5.0) -> None:
-    """Rewrite every cost table of the folder so that each verified token costs ``ms_per_token``."""
+def make_dear(cache_dir: Path) -> None:
+    """Rewrite every cost table of the folder so that likely drafts are worth their cost and unlikely ones are not."""
     tables = list(cache_dir.glob("cost-*.json"))
     assert tables, f"no server left a cost table in {cache_dir}"
     for path in tables:
         table = json.loads(path.read_text())
         verify = table["verify"]
-        verify["ms"] = [[5.0 + ms_per_token * tokens for _ in verify["kv_tokens"]] for tokens in verify["tokens"]]
+        verify["ms"] = [[20.0 + tokens for _ in verify["kv_tokens"]] for tokens in verify["tokens"]]
         path.write_text(json.dumps(table))
 
 

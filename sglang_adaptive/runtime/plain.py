@@ -1,0 +1,104 @@
+"""A step without a draft: one token a request, verified and sampled, the draft's KV kept current.
+
+What the host's decode step does around a draft falls away: no draft forward, no packing of a block, no rejection
+sampling over K+1 rows. The target still runs as a verification, so that the captured graphs serve it and its hidden
+states reach the draft's KV cache, without which the next draft would not know what was said meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.kernels.ops.speculative.dspark.dspark_verify_window import BuildRaggedVerifyWindow
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draft_input
+from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+
+
+def can_run(worker: Any, batch: Any) -> bool:
+    """Whether nothing in the batch needs what only the host's full step does."""
+    return not (batch.has_grammar or batch.return_logprob or worker._need_mamba_verify_commit)
+
+
+def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> GenerationBatchResult:
+    """Run the step for the R requests of ``batch``; commits exactly one token for each."""
+    planner, runner, width = worker._verify_planner, worker.model_runner, worker.verify_num_draft_tokens
+    draft_input, prefix_lens = batch.spec_info, batch.seq_lens
+    requests, device = len(prefix_lens), worker.device
+    seq_lens_cpu, seq_lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
+    window = alloc_verify_window(
+        batch=batch,
+        bs=requests,
+        device=device,
+        verify_num_draft_tokens=width,
+        block_pos_offsets=worker._block_pos_offsets,
+        model_runner=runner,
+        seq_lens_cpu=seq_lens_cpu if seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu,
+    )
+    layout = planner.anchor_layout(requests)
+    anchors = worker._proposer.draft_block_ids_view(bs=requests, device=prefix_lens.device)
+    anchors[:, 0].copy_(draft_input.bonus_tokens.view(-1))
+    packed = BuildRaggedVerifyWindow.execute(
+        batch=batch,
+        layout=layout,
+        draft_block_ids=anchors,
+        draft_tokens=anchors[:, : width - 1],
+        bs=requests,
+        device=device,
+        verify_num_draft_tokens=width,
+        model_runner=runner,
+    )
+    batch.out_cache_loc = packed.verify_cache_loc
+    if seq_lens_cpu is not None:
+        batch.seq_lens_cpu = seq_lens_cpu + 1
+        batch.seq_lens_sum = int(seq_lens_sum) + requests
+    epilogue = worker._verify_executor.verify_epilogue
+    if epilogue is not None:
+        epilogue.begin_step(layout.verify_lens, armed=False)
+    forward_batch, _ = DFlashVerifyInput(
+        draft_token=packed.verify_ids,
+        positions=packed.positions,
+        draft_token_num=width,
+        custom_mask=None,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+        ragged_verify_layout=layout,
+        live_seq_lens_cpu=seq_lens_cpu,
+        kv_loc_plan=window.kv_loc_plan,
+        kv_loc_cols=packed.window_index,
+    ).prepare_for_verify(batch, worker.target_worker)
+    batch.seq_lens_cpu, batch.seq_lens_sum = seq_lens_cpu, seq_lens_sum
+    result = worker.target_worker.forward_batch_generation(
+        batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+    )
+    logits_output = result.logits_output
+    logits_output.next_token_logits = logits_output.next_token_logits[:requests]
+    tokens = runner.sample(logits_output, forward_batch).to(torch.int64)
+    worker._tp_sync.sync(SpecTpSyncSite.DSPARK_TARGET, tokens)
+
+    new_seq_lens = prefix_lens + 1
+    on_publish(new_seq_lens)
+    worker._kv_injector.inject_target_hidden(
+        target_hidden=logits_output.hidden_states[:requests],
+        cache_loc=worker._kv_injector.ids_for(window.kv_loc_plan).view(requests, width)[:, 0].contiguous(),
+        positions=prefix_lens,
+    )
+    logits_output.hidden_states = None
+    committed = planner.ones(requests)
+    block = torch.zeros((requests, width), dtype=torch.int64, device=device)
+    block[:, 0] = tokens
+    return GenerationBatchResult(
+        logits_output=logits_output,
+        next_token_ids=block.view(-1),
+        accept_lens=committed,
+        block_accept_lens=committed,
+        cap_lens=committed,
+        can_run_cuda_graph=result.can_run_cuda_graph,
+        next_draft_input=make_next_draft_input(bonus_tokens=tokens, new_seq_lens=new_seq_lens),
+        speculative_num_draft_tokens=width,
+        new_seq_lens=new_seq_lens,
+    )
