@@ -13,6 +13,12 @@ def _assign(original: Any, *args: Any, **kwargs: Any) -> None:
     kernels.assign_req_to_token_pool(*args, **kwargs)
 
 
+def _last_loc(original: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(*args, **kwargs)
+
+
 def _sample(original: Any, *args: Any, **kwargs: Any) -> None:
     for name in (
         "retrive_next_token",
@@ -33,6 +39,14 @@ def _say_whether_any_row_samples(cls: type, **kwargs: Any) -> tuple[tuple[type],
 
 
 PATCHES = [
+    Patch(
+        target="sglang.srt.mem_cache.allocation.get_last_loc",
+        why="It takes the torch twin for attention backends of a few fixed names only; pages larger than one need it.",
+        remove_when="the host asks the platform's supports_triton here, as its allocators do.",
+        depends=("sglang.srt.mem_cache.allocation.get_last_loc_torch",),
+        hook=_last_loc,
+        kind="around",
+    ),
     Patch(
         target="sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
         why="It launches Triton on every device but the host's own CPU engine, whose kernels need an AMX build.",
