@@ -130,9 +130,9 @@ def test_requests_that_come_go_and_vanish_leave_nothing_behind(adaptive_server: 
 
 def test_retracted_requests_finish_with_the_right_output(tiny_pair, dear_costs, log_dir, expected_ids):
     target, draft = tiny_pair
-    arguments = ["--max-total-tokens", "900", "--schedule-conservativeness", "0.1"]
-    environment = costs.environment(dear_costs)
-    with Server(target, *speculative(draft), *arguments, log_dir=log_dir, environment=environment) as server:
+    # The host's own switch for tests: it retracts requests every few steps, as it does when the KV pool runs full.
+    environment = costs.environment(dear_costs) | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
         free = server.free_kv_tokens()
         answers = server.generate(PROMPTS[:16], TOKENS, temperature=0.0, ignore_eos=True)
         assert [answer["output_ids"] for answer in answers] == expected_ids[:16]
