@@ -133,9 +133,11 @@ def _fall_back_to_uniform(server_args: Any) -> None:
 
 
 def worker_class(server_args: Any) -> type:
-    """The worker of the adaptive algorithm (imports the runtime)."""
+    """The worker of the adaptive algorithm; called in the scheduler's process before it captures graphs."""
+    from sglang_adaptive.patches import registry, varlen_graphs
     from sglang_adaptive.runtime.worker import AdaptiveDSparkWorker
 
+    registry.apply(varlen_graphs.PATCHES)
     return AdaptiveDSparkWorker
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.runtime_context import get_schedule
+from sglang.srt.runtime_context import get_parallel, get_schedule
 from sglang.srt.speculative.dspark_components.dspark_planner import (
     DSparkVerifyPlanner,
     ragged_capture_num_tokens,
@@ -23,6 +23,7 @@ from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.engine import Engine, PolicyConfig
 from sglang_adaptive.runtime.counters import Counters
 from sglang_adaptive.runtime.relay import OVERLAP_LAG, SYNC_LAG, StepRecord, StepRelay
+from sglang_adaptive.runtime.trace import TraceRecorder
 
 # How often a changed calibration is sent to the device, in steps.
 CALIBRATE_STEPS = 16
@@ -51,6 +52,7 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         self._anchor_layouts: dict[int, Any] = {}
         self._calibration: torch.Tensor | None = None
         self._calibration_version = -1
+        self._trace: TraceRecorder | None = None
 
     def begin_serving(self, *, cost: CostModel, options: Options, max_requests: int) -> None:
         """Take the profiled costs, and the memory pools that exist by now."""
@@ -72,6 +74,8 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             device=self.device,
             lag=SYNC_LAG if get_schedule().disable_overlap_schedule else OVERLAP_LAG,
         )
+        if options.trace is not None and get_parallel().tp_rank == 0:
+            self._trace = TraceRecorder(options.trace, self.gamma)
         self._ones = torch.ones(max_requests, dtype=torch.int32, device=self.device)
         if torch.device(self.device).type == "cuda":
             self._allocate = torch.compile(allocate, dynamic=True)
@@ -108,6 +112,8 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
     def _learn(self, record: StepRecord) -> None:
         """Feed a finished step to the engine; what comes of this rank's clock takes effect as rank 0 measured it."""
         self.counters.observe(record)
+        if self._trace is not None:
+            self._trace.record(record, record.decision)
         requests = len(record.slots)
         self._engine.observe(
             requests=requests,
@@ -211,6 +217,7 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             confidence=confidence,
             verify_lens=lens,
             commit_lens=commit_lens,
+            decision=self.decision,
         )
 
 

@@ -35,6 +35,7 @@ class StepRecord:
         verify_lens: [R] int64 verified tokens, the anchor included.
         commit_lens: [R] int64 committed tokens, the bonus token included.
         step_ms: time since the step before it, in ms; None where that was no decode step.
+        decision: what the policy had decided for it.
     """
 
     iteration: int
@@ -45,6 +46,7 @@ class StepRecord:
     verify_lens: np.ndarray
     commit_lens: np.ndarray
     step_ms: float | None
+    decision: Any = None
 
 
 @dataclass
@@ -56,6 +58,7 @@ class _Flight:
     host: torch.Tensor | None
     done: Any
     mark: Any
+    decision: Any
 
 
 class StepRelay:
@@ -95,6 +98,7 @@ class StepRelay:
         confidence: torch.Tensor | None,
         verify_lens: torch.Tensor | None,
         commit_lens: torch.Tensor | None,
+        decision: Any = None,
     ) -> None:
         """Start the copy of a step just launched, in stream order. Device tensors: [R, K], [R] and [R].
 
@@ -107,7 +111,7 @@ class StepRelay:
             )
             host = self._take_buffer(len(slots))
             done = self._start_copy(packed, host)
-        self._flights.append(_Flight(iteration, slots, generations, kv_tokens, host, done, self._mark()))
+        self._flights.append(_Flight(iteration, slots, generations, kv_tokens, host, done, self._mark(), decision))
 
     def _start_copy(self, packed: torch.Tensor, host: torch.Tensor) -> Any:
         if not self._cuda:
@@ -173,6 +177,7 @@ class StepRelay:
                     verify_lens=verify_lens,
                     commit_lens=commit_lens,
                     step_ms=step_ms,
+                    decision=flight.decision,
                 )
             )
         return records
