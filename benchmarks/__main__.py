@@ -11,6 +11,7 @@ COMMANDS = {
     "sweep": "compare server set-ups over concurrency, resumable",
     "report": "tables, ratios and the Pareto picture of a sweep",
     "steptime": "time of a decode step on running servers, and profiler traces",
+    "simulate": "compare policies on cost tables, without the hardware",
     "trace_syncs": "count synchronising calls per step in a profiler trace",
 }
 

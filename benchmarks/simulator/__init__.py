@@ -1,0 +1,1 @@
+"""A simulator of decode steps that plans with the server's own policy code."""
