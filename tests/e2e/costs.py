@@ -26,6 +26,15 @@ def make_dear(cache_dir: Path) -> None:
         path.write_text(json.dumps(table))
 
 
+def make_drafting_hopeless(cache_dir: Path) -> None:
+    """Rewrite every cost table of the folder so that no draft can ever earn what drafting costs."""
+    make_dear(cache_dir)
+    for path in cache_dir.glob("cost-*.json"):
+        table = json.loads(path.read_text())
+        table["draft"]["ms"] = [1e4 + index for index in range(len(table["draft"]["ms"]))]
+        path.write_text(json.dumps(table))
+
+
 def profiled(cache_dir: Path, target: Path, draft: Path, *arguments: str, log_dir: Path) -> Path:
     """Let a server profile itself once into ``cache_dir``, make its tokens dear, and return the folder."""
     with Server(target, *speculative(draft), *arguments, log_dir=log_dir, environment=environment(cache_dir)):

@@ -64,6 +64,25 @@ def test_greedy_output_is_equal_in_other_modes(tiny_pair, dear_costs, log_dir, e
     assert state["decisions"]["trimmed"] > 0 and state["accept_length"] > 1.2
 
 
+def test_steps_without_a_draft_change_nothing_either(tiny_pair, dear_costs, tmp_path, log_dir, expected_ids):
+    """Drafting is made hopeless: the server stops drafting, and probes now and then whether it pays again."""
+    target, draft = tiny_pair
+    for table in dear_costs.glob("cost-*.json"):
+        (tmp_path / table.name).write_text(table.read_text())
+    costs.make_drafting_hopeless(tmp_path)
+    # Measured times would contradict the made-up table, and rightly.
+    environment = costs.environment(tmp_path, SGLANG_ADAPTIVE_COST_CORRECTION="off")
+    with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
+        assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
+        assert server.greedy_ids(PROMPTS[:3], 2 * TOKENS)
+        decisions = server.adaptive_state()["decisions"]
+        free = server.free_kv_tokens()
+        server.client.flush_cache()
+        assert server.free_kv_tokens() == free
+    assert decisions["not_drafted"] > 50
+    assert decisions["trimmed"] + decisions["verify_all"] > 3, "it never probed"
+
+
 def test_two_ranks_agree(tiny_pair, tmp_path, log_dir, expected_ids):
     target, draft = tiny_pair
     costs.profiled(tmp_path, target, draft, "--tp", "2", log_dir=log_dir)
