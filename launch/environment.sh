@@ -1,5 +1,5 @@
 # Sourced by bash scripts: sets PYTHON to an interpreter with this checkout and everything it needs, and puts its scripts
-# on PATH. The first use on a machine installs them, which takes minutes; SGLANG_ADAPTIVE_PYTHON=FILE takes that
+# on PATH. The first use on a machine installs them, which takes minutes; ADAPTIVE_PYTHON=FILE takes that
 # interpreter as it is and installs nothing.
 
 _launch_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -12,12 +12,12 @@ _base_python() {
             return
         fi
     done
-    echo "error: no Python 3.11 or later is on PATH: install python3.11, or set SGLANG_ADAPTIVE_PYTHON." >&2
+    echo "error: no Python 3.11 or later is on PATH: install python3.11, or set ADAPTIVE_PYTHON." >&2
     return 1
 }
 
-if [ -n "${SGLANG_ADAPTIVE_PYTHON:-}" ]; then
-    PYTHON=$SGLANG_ADAPTIVE_PYTHON
+if [ -n "${ADAPTIVE_PYTHON:-}" ]; then
+    PYTHON=$ADAPTIVE_PYTHON
 else
     _base=$(_base_python) || exit 1
     PYTHON=$("$_base" "$_launch_folder/environment.py") || exit 1

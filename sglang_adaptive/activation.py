@@ -133,11 +133,9 @@ def _fall_back_to_uniform(server_args: Any) -> None:
 
 
 def worker_class(server_args: Any) -> type:
-    """The worker of the adaptive algorithm; called in the scheduler's process before it captures graphs."""
-    from sglang_adaptive.patches import registry, varlen_graphs
+    """The worker of the adaptive algorithm (imports the runtime)."""
     from sglang_adaptive.runtime.worker import AdaptiveDSparkWorker
 
-    registry.apply(varlen_graphs.PATCHES)
     return AdaptiveDSparkWorker
 
 

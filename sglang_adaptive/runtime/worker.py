@@ -110,8 +110,9 @@ class AdaptiveDSparkWorker(host.DSparkWorkerV2):
     def block_accept_estimate_log_suffix(self) -> str | None:
         """Appended by the host to its line of decode metrics."""
         counters = self._verify_planner.counters.as_dict()
-        own = f", verify len: {counters['verify_length']:.2f}, budget: {counters['budget_per_step']:.1f}"
-        return (super().block_accept_estimate_log_suffix() or "") + own
+        own = f"verify len: {counters['verify_length']:.2f}, budget: {counters['budget_per_step']:.1f}"
+        hosts = super().block_accept_estimate_log_suffix()
+        return f"{hosts}, {own}" if hosts else own
 
 
 def _gather_ranks() -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import costs
 import numpy as np
@@ -212,7 +213,7 @@ def test_sglang_serve(tiny_pair, log_dir, dear_costs):
     target, draft = tiny_pair
     server = Server(target, *speculative(draft), log_dir=log_dir, environment=costs.environment(dear_costs))
     at = server._command.index("sglang.launch_server")
-    server._command[at : at + 1] = ["sglang.cli.main", "serve"]
+    server._command[: at + 1] = [str(Path(sys.executable).with_name("sglang")), "serve"]
     with server:
         assert server.server_info()["speculative_algorithm"] == ALGORITHM
         assert server.adaptive_state()["active"]

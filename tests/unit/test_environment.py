@@ -93,7 +93,7 @@ def test_a_given_interpreter_is_taken_as_it_is():
     script = f'. {SCRIPT.with_suffix(".sh")}; echo "$PYTHON"'
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
-        env={"SGLANG_ADAPTIVE_PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
+        env={"ADAPTIVE_PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         check=True,
