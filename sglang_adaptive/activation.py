@@ -120,7 +120,13 @@ def _fall_back_to_uniform(server_args: Any) -> None:
     graphs = cfg.device != "cpu" and cfg.cuda_graph_config.decode.backend != Backend.DISABLED
     enough = (backends.GRAPHS,) if graphs else (backends.GRAPHS, backends.EAGER)
     for name in attention_backends_of(cfg):
-        if backends.capability(name, mla) not in enough:
+        able = backends.capability(name, mla)
+        if able == backends.NONE:
+            raise AdaptiveError(
+                f"The attention backend {name} cannot verify draft tokens, so {ALGORITHM} cannot serve with it: drop "
+                "--attention-backend to get the default of this machine."
+            )
+        if able not in enough:
             logger.warning(
                 "%s verifies every draft token: attention backend %s cannot verify a different number per request%s.",
                 ALGORITHM,

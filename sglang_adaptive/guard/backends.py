@@ -5,11 +5,13 @@ from __future__ import annotations
 GRAPHS = "varlen graphs"  # packs the chosen tokens, replaying one captured graph per token tier
 EAGER = "packed, without graphs"  # packs the chosen tokens in eager forwards
 UNIFORM = "uniform"  # reads one length for all requests: every draft is verified
+NONE = "none"  # cannot verify draft tokens at all
 
 EFFECT = {
     GRAPHS: "verifies the chosen tokens only, with CUDA graphs",
     EAGER: "verifies the chosen tokens only, without CUDA graphs",
     UNIFORM: "verifies every draft token: nothing is gained over DSPARK",
+    NONE: "refuses to start: this backend cannot verify draft tokens",
 }
 
 CAPABILITY = {
@@ -21,12 +23,12 @@ CAPABILITY = {
     "flashinfer_mla": GRAPHS,
     "flashinfer": EAGER,
     "triton": UNIFORM,
-    "torch_native": UNIFORM,
+    "torch_native": NONE,
 }
 
 
 def capability(backend: str, mla: bool) -> str:
-    """``GRAPHS``, ``EAGER`` or ``UNIFORM``; a backend that is not listed is taken for ``UNIFORM``.
+    """``GRAPHS``, ``EAGER``, ``UNIFORM`` or ``NONE``; a backend that is not listed is taken for ``UNIFORM``.
 
     The host's name ``flashinfer`` means another backend for a model with latent attention (``mla``).
     """

@@ -57,6 +57,12 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
         return kernels.speculative_cache_locs
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,8 @@ from sglang_adaptive.policy.engine import Engine, PolicyConfig
 from sglang_adaptive.runtime.counters import Counters
 from sglang_adaptive.runtime.relay import OVERLAP_LAG, SYNC_LAG, StepRecord, StepRelay
 from sglang_adaptive.runtime.trace import TraceRecorder
+
+logger = logging.getLogger(__name__)
 
 # How often a changed calibration is sent to the device, in steps.
 CALIBRATE_STEPS = 16
@@ -53,6 +56,9 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         self._calibration: torch.Tensor | None = None
         self._calibration_version = -1
         self._trace: TraceRecorder | None = None
+        self._priorities: Priorities | None = None
+        self._weights: np.ndarray | None = None
+        self._log_every = False
 
     def begin_serving(self, *, cost: CostModel, options: Options, max_requests: int) -> None:
         """Take the profiled costs, and the memory pools that exist by now."""
@@ -77,8 +83,13 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         if options.trace is not None and get_parallel().tp_rank == 0:
             self._trace = TraceRecorder(options.trace, self.gamma)
         self._ones = torch.ones(max_requests, dtype=torch.int32, device=self.device)
+        self._log_every = options.log_decisions == "every"
+        if options.priority_weight > 0:
+            self._priorities = Priorities(options.priority_weight, get_schedule().schedule_low_priority_values_first)
         if torch.device(self.device).type == "cuda":
-            self._allocate = torch.compile(allocate, dynamic=True)
+            identity = torch.tensor([[0.0], [1.0]], device=self.device).repeat(1, self.gamma)
+            self._calibration = identity
+            self._allocate = compiled_allocation(max_requests, config, identity)
 
     # -- before the launch, on the CPU, while the device runs the previous step --
 
@@ -100,13 +111,17 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         generations = self.model_runner.req_to_token_pool.req_generation[batch.req_pool_indices_cpu].numpy()
         confidence, fresh = self._relay.read(slots, generations)
         self._slots, self._generations, self._kv_tokens = slots, generations, _kv_tokens(batch)
+        self._weights = None if self._priorities is None else self._priorities.weights(batch.reqs)
         self.decision = self._engine.size(
             confidence,
             requests=len(slots),
             non_draft_tokens=len(slots),
             kv_tokens=self._kv_tokens,
             fresh=fresh,
+            weights=self._weights,
         )
+        if self._log_every and get_parallel().tp_rank == 0:
+            logger.info("Step %d of %d requests: %s", self._iteration, len(slots), self.decision)
         self.counters.decided(draft=self.decision.draft, uniform=self.decision.uniform)
 
     def _learn(self, record: StepRecord) -> None:
@@ -176,8 +191,14 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         if confidence is None or budget is None:
             return None
         config = self._engine.config
+        weights = self._weights
         return self._allocate(
-            confidence, budget, min_len=config.min_len, max_len=config.max_len, calibration=self._calibration
+            confidence,
+            budget,
+            min_len=config.min_len,
+            max_len=config.max_len,
+            calibration=self._calibration,
+            weights=None if weights is None else async_h2d(torch.from_numpy(weights).float(), self.device),
         )
 
     # -- a step without a draft --
@@ -219,6 +240,38 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             commit_lens=commit_lens,
             decision=self.decision,
         )
+
+
+class Priorities:
+    """Weights of requests from the host's request priority.
+
+    A request's tokens weigh ``1 + weight`` times as much for each step of priority above none, at most eight steps.
+    """
+
+    def __init__(self, weight: float, low_values_first: bool) -> None:
+        self._base, self._sign = 1.0 + weight, -1 if low_values_first else 1
+
+    def weights(self, requests: list[Any]) -> np.ndarray | None:
+        """[R] float64 > 0; None where no request has a priority."""
+        values = np.fromiter((request.priority or 0 for request in requests), np.float64, len(requests))
+        return self._base ** np.clip(self._sign * values, -8, 8) if values.any() else None
+
+
+def compiled_allocation(
+    max_requests: int, config: PolicyConfig, calibration: torch.Tensor
+) -> Callable[..., torch.Tensor]:
+    """``allocate`` under torch.compile, compiled now for all shapes that serving meets; as it is where that fails."""
+    compiled = torch.compile(allocate, dynamic=True)
+    gamma, device = calibration.shape[1], calibration.device
+    try:
+        for requests in sorted({1, 2, max_requests}):
+            confidence = torch.full((requests, gamma), 0.5, device=device)
+            for budget in (0, 1, 2, 3):
+                compiled(confidence, budget, min_len=config.min_len, max_len=config.max_len, calibration=calibration)
+    except Exception as error:
+        logger.warning("sglang_adaptive: torch.compile failed (%s): the allocation runs uncompiled.", error)
+        return allocate
+    return compiled
 
 
 def async_h2d(values: torch.Tensor, device: Any) -> torch.Tensor:

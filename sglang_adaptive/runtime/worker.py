@@ -15,6 +15,7 @@ from sglang.srt.speculative.dspark_components import dspark_worker_v2 as host
 from sglang_adaptive import ALGORITHM, __version__
 from sglang_adaptive.options import Options
 from sglang_adaptive.patches.registry import refuse_foreign_hooks
+from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.runtime import plain
 from sglang_adaptive.runtime.planner import AdaptiveVerifyPlanner
 from sglang_adaptive.runtime.profiler import profile
@@ -55,7 +56,8 @@ class AdaptiveDSparkWorker(host.DSparkWorkerV2):
     def init_cuda_graphs(self) -> None:
         """Capture as the host does, then profile what was captured."""
         super().init_cuda_graphs()
-        self._cost = profile(self, self._options)
+        ragged = self._verify_planner.is_compact_mode
+        self._cost = profile(self, self._options) if ragged else CostModel.empty()
         self._verify_planner.begin_serving(
             cost=self._cost, options=self._options, max_requests=self.model_runner.max_running_requests
         )
@@ -109,6 +111,8 @@ class AdaptiveDSparkWorker(host.DSparkWorkerV2):
 
     def block_accept_estimate_log_suffix(self) -> str | None:
         """Appended by the host to its line of decode metrics."""
+        if self._options.log_decisions == "off":
+            return super().block_accept_estimate_log_suffix()
         counters = self._verify_planner.counters.as_dict()
         own = f"verify len: {counters['verify_length']:.2f}, budget: {counters['budget_per_step']:.1f}"
         hosts = super().block_accept_estimate_log_suffix()

@@ -60,6 +60,7 @@ def test_an_unknown_value_of_an_option(tiny_pair, log_dir):
         (("--enable-two-batch-overlap",), "two-batch overlap"),
         (("--pipeline-parallel-size", "2"), "pipeline parallelism"),
         (("--speculative-adaptive",), "adaptive steps"),
+        (("--attention-backend", "torch_native"), "cannot verify draft tokens"),
     ],
 )
 def test_flags_that_do_not_go_together(tiny_pair, log_dir, flags, said):

@@ -169,7 +169,7 @@ def test_calibration_reaches_the_decision_and_a_restart():
 # Saturation: 64 requests, a drafter of 4 ms, and a verify pass that costs 0.2 ms per token.
 TIERS = list(range(8, 264, 8))
 SATURATING = staircase(TIERS, [10 + 0.2 * t for t in TIERS], draft=[(1, 4.0), (64, 4.0)])
-RULES = SkipRules(margin=0.02, patience=4, probe_steps=3, first_interval=10, last_interval=40)
+RULES = SkipRules(stop_margin=0.02, return_margin=0.02, patience=4, probe_steps=3, first_interval=10, last_interval=40)
 SKIPPING = {**PLAIN, "skip_draft": True, "skip": RULES}
 
 

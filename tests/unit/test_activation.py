@@ -1,0 +1,127 @@
+"""From the flag to an active process, without starting a server."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+
+PRELUDE = """
+    import os, pickle, sys
+    from sglang.srt.plugins import load_plugins
+    load_plugins()
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import ServerArgs
+    from sglang_adaptive.patches import registry
+
+    def record(algorithm="DSPARK_ADAPTIVE", **options):
+        args = ServerArgs(model_path=sys.argv[1], speculative_algorithm=algorithm,
+                          speculative_draft_model_path=sys.argv[2] if algorithm else None, **options)
+        args.resolve_once()
+        return args
+"""
+
+
+def run(script: str, pair) -> list[str]:
+    """Run a script in a process of its own; returns what it printed after 'SAY '."""
+    environment = {name: value for name, value in os.environ.items() if name != "SGLANG_RAGGED_VERIFY_MODE"}
+    command = [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(script), *map(str, pair)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [line[4:] for line in done.stdout.splitlines() if line.startswith("SAY ")]
+
+
+def test_the_host_resolves_the_family_and_keeps_the_name(tiny_pair):
+    said = run(
+        """
+        args = record("dspark_adaptive")
+        print("SAY", resolving_view(args).speculative_algorithm, args.resolved_dict()["speculative_algorithm"])
+        print("SAY", os.environ["SGLANG_RAGGED_VERIFY_MODE"])
+        """,
+        tiny_pair,
+    )
+    assert said == ["DSPARK DSPARK_ADAPTIVE", "compact"]
+
+
+def test_a_child_process_is_activated_by_the_pickled_record(tiny_pair, tmp_path):
+    file = tmp_path / "record"
+    run(f"open({str(file)!r}, 'wb').write(pickle.dumps(record()))", tiny_pair)
+    said = run(
+        f"""
+        print("SAY", any("create_worker" in target for target in registry.applied()))
+        pickle.loads(open({str(file)!r}, "rb").read())
+        print("SAY", any("create_worker" in target for target in registry.applied()))
+        print("SAY", os.environ["SGLANG_RAGGED_VERIFY_MODE"])
+        """,
+        tiny_pair,
+    )
+    assert said == ["False", "True", "compact"]
+
+
+def test_another_algorithm_after_ours_finds_its_environment_as_it_was(tiny_pair):
+    said = run(
+        """
+        record()
+        other = record("DSPARK")
+        print("SAY", "SGLANG_RAGGED_VERIFY_MODE" in os.environ, other.resolved_dict()["speculative_algorithm"])
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+        print("SAY", SpeculativeAlgorithm.DSPARK.create_worker(other).__name__)
+        """,
+        tiny_pair,
+    )
+    assert said == ["False DSPARK", "DSparkWorkerV2"]
+
+
+def test_the_registered_name_answers_like_its_family(tiny_pair):
+    said = run(
+        """
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+        ours, family = SpeculativeAlgorithm.from_string("DSPARK_ADAPTIVE"), SpeculativeAlgorithm.DSPARK
+        kinds = ("is_", "supports_", "has_", "carries_")
+        questions = [name for name in vars(SpeculativeAlgorithm) if name.startswith(kinds)]
+        questions += ["need_topk"]
+        print("SAY", len(questions) > 15, all(getattr(ours, q)() == getattr(family, q)() for q in questions))
+        print("SAY", ours.supports_overlap)
+        """,
+        tiny_pair,
+    )
+    assert said == ["True True", "True"]
+
+
+def test_a_hook_of_another_plugin_on_our_target_is_refused(tiny_pair):
+    said = run(
+        """
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType, HookSource
+        record()
+        HookRegistry.register("sglang.srt.server_args.ServerArgs.resolved_dict", lambda r, *a: r, HookType.AFTER,
+                              source=HookSource("stranger", None))
+        try:
+            registry.refuse_foreign_hooks()
+        except SystemExit as error:
+            print("SAY", error.code)
+        """,
+        tiny_pair,
+    )
+    assert len(said) == 1 and "plugin stranger hooks" in said[0] and "SGLANG_PLUGINS" in said[0]
+
+
+def test_an_attention_backend_with_one_length_for_all_verifies_uniformly(tiny_pair):
+    said = run(
+        """
+        from sglang_adaptive.guard import backends
+        backends.CAPABILITY["adaptive_cpu"] = backends.UNIFORM
+        args = record()
+        print("SAY", os.environ["SGLANG_RAGGED_VERIFY_MODE"], args._sglang_adaptive.mode)
+        """,
+        tiny_pair,
+    )
+    assert said == ["static static"]
+
+
+def test_the_marker_survives_copies():
+    from sglang_adaptive.activation import Marker
+
+    assert Marker("static").__reduce__()[1] == ("static",)
+    assert pickle.dumps(Marker("static"))
