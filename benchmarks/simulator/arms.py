@@ -4,7 +4,8 @@
 * ``fixed-N``: N drafts of every request are verified, N = 1..K.
 * ``stock``: argmax of E/C over all budgets with raw confidences and a table that was profiled offline at one context;
   straight lines between its points, no correction, no calibration, no minimum gain, no steps without a draft.
-* ``ours``: the server's ``Engine``; ``ours:NAME=VALUE,...`` sets fields of its ``PolicyConfig``.
+* ``ours``: the server's ``Engine``; ``ours:NAME=VALUE,...`` sets fields of its ``PolicyConfig``
+  (``skip.NAME`` those of its ``SkipRules``).
 * ``clairvoyant``: knows, for each request, which drafts of this step will be accepted, and picks the budget (or not to
   draft) that maximises the step's realised tokens per ms. It hands the budget out as everybody has to, by this step's
   confidences, those of an unbiased head.
@@ -29,6 +30,7 @@ from sglang_adaptive.benchmarks.simulator.view import Record, View
 from sglang_adaptive.errors import AdaptiveError
 from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.engine import Engine, PolicyConfig
+from sglang_adaptive.policy.saturation import SkipRules
 from sglang_adaptive.policy.survival import survival
 
 
@@ -207,6 +209,7 @@ def maker(name: str, gamma: int, believed: CostModel, true: CostModel, trim_ms: 
 
 def _config(settings: str) -> PolicyConfig:
     known = {field.name: getattr(PolicyConfig(), field.name) for field in fields(PolicyConfig)}
+    known |= {f"skip.{field.name}": getattr(SkipRules(), field.name) for field in fields(SkipRules)}
     values: dict[str, Any] = {}
     for setting in filter(None, settings.split(",")):
         name, _, text = setting.partition("=")
@@ -223,6 +226,7 @@ def _config(settings: str) -> PolicyConfig:
         except (KeyError, ValueError) as error:
             raise AdaptiveError(f"{setting!r} sets no field of PolicyConfig that the simulator can set.") from error
     try:
-        return PolicyConfig(**values)
+        skip = {name[5:]: values.pop(name) for name in list(values) if name.startswith("skip.")}
+        return PolicyConfig(**values, skip=SkipRules(**skip))
     except ValueError as error:
         raise AdaptiveError(f"The arm ours:{settings} is impossible: {error}.") from error

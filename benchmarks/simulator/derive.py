@@ -34,7 +34,7 @@ STEP_OVERHEAD_MS = 0.3
 _NO_INTS, _NO_FLOATS = np.zeros(0, np.int64), np.zeros(0)
 
 
-def tiers(largest: int = 2048, smallest: int = 8) -> np.ndarray:
+def tiers(largest: int = 8192, smallest: int = 8) -> np.ndarray:
     """Graph sizes like a server's: 1, 2, 4, then steps of 8 that double with every power of two from 256 on."""
     sizes = [size for size in (1, 2, 4) if size < smallest]
     size = smallest
@@ -58,12 +58,13 @@ def v4_pro() -> tuple[CostModel, dict[str, str]]:
     known = sorted(points)
     ms = np.maximum.accumulate([float(np.mean(points[tokens])) for tokens in known])
     at = tiers(smallest=8)
-    return _model(at, np.zeros(1), np.interp(at, known, ms)[:, None], [(1, V4_DRAFT_MS)]), {
+    beyond = (ms[-1] - ms[-2]) / (known[-1] - known[-2]) * np.maximum(at - known[-1], 0)
+    return _model(at, np.zeros(1), (np.interp(at, known, ms) + beyond)[:, None], [(1, V4_DRAFT_MS)]), {
         "table": "DeepSeek-V4-Pro on 8 B300, DSpark with 7 drafts",
         "origin": "derived from throughputs that vLLM published for its release 0.33; nothing here was measured by us",
         "assumptions": f"{ACCEPTED_WITH_7} tokens per request and step with 7 drafts (not published; at this value the "
         f"two series agree on steps of 128 and 256 tokens); drafting takes {V4_DRAFT_MS} ms at any load; cost depends "
-        "on tokens only, the context is in it as it was; straight lines between the points",
+        "on tokens only, the context is in it as it was; straight lines between the points, and on beyond 2,048 tokens",
     }
 
 

@@ -14,13 +14,16 @@ from sglang_adaptive.policy.cost import CostModel, CostTableError
 FOLDER = Path(__file__).parents[1] / "tables"
 _MAX_BYTES = 8 << 20
 
-# What the policy is told about the costs, as factors on the verify times at the smallest and at the largest tier.
+# What the policy is told about the costs: factors on the verify times at the smallest and at the largest tier, and on
+# the drafter's.
 ERRORS = {
-    "exact": (1.0, 1.0),
-    "costs-30": (0.7, 0.7),
-    "costs+30": (1.3, 1.3),
-    "flatter": (1.3, 0.7),
-    "steeper": (0.7, 1.3),
+    "exact": (1.0, 1.0, 1.0),
+    "costs-30": (0.7, 0.7, 0.7),
+    "costs+30": (1.3, 1.3, 1.3),
+    "flatter": (1.3, 0.7, 1.0),
+    "steeper": (0.7, 1.3, 1.0),
+    "draft-30": (1.0, 1.0, 0.7),
+    "draft+30": (1.0, 1.0, 1.3),
 }
 
 
@@ -44,10 +47,8 @@ def load_table(name: str) -> tuple[CostModel, dict[str, str]]:
 def misjudged(table: CostModel, error: str) -> CostModel:
     """The table as a policy sees it that is wrong by one of ``ERRORS``: the factor runs evenly over log tokens, and
     what comes out is made monotone as every table is."""
-    low, high = ERRORS[error]
-    if low == high == 1.0:
-        return table
+    low, high, draft = ERRORS[error]
     place = np.log(table.tiers / table.tiers[0]) / max(np.log(table.tiers[-1] / table.tiers[0]), 1e-9)
     factor = np.exp(np.log(low) + place * (np.log(high) - np.log(low)))
     wrong = np.maximum.accumulate(table.verify_ms * factor[:, None], axis=0)
-    return replace(table, verify_ms=np.maximum.accumulate(wrong, axis=1))
+    return replace(table, verify_ms=np.maximum.accumulate(wrong, axis=1), draft_ms=draft * table.draft_ms)

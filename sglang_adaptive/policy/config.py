@@ -17,7 +17,8 @@ class PolicyConfig:
     ``min_gain``: a trim must promise this relative gain over verifying everything.
     ``trim_ms``: fixed price in ms of a step that is not uniform (allocation kernels, packing).
     ``min_len``, ``max_len``: bounds on a request's verify length, 1 + drafts; ``max_len`` None is K + 1.
-    ``trust_new``: requests without history count as sure; False takes them as typical of the recent batches.
+    ``trust_new``: requests without history count as sure; False takes them as typical of the recent batches, and at
+    first as accepting three drafts of four.
     ``calibrate``: learn a map from the head's confidences to acceptance rates.
     ``correct_costs``: correct the profiled cost table from measured step times.
     ``skip_draft``: allow steps without a drafter when drafting costs more than it gains (rules in ``skip``).
@@ -33,7 +34,7 @@ class PolicyConfig:
     trim_ms: float = 0.0
     min_len: int = 1
     max_len: int | None = None
-    trust_new: bool = True
+    trust_new: bool = False
     calibrate: bool = True
     correct_costs: bool = True
     skip_draft: bool = True

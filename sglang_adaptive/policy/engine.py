@@ -20,6 +20,7 @@ from sglang_adaptive.policy.calibration import Calibration
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.correction import CostCorrection, corrected
 from sglang_adaptive.policy.cost import CostModel
+from sglang_adaptive.policy.explore import TierExplorer
 from sglang_adaptive.policy.profile import SurvivalProfile
 from sglang_adaptive.policy.rate import BUCKETS, RunningRate
 from sglang_adaptive.policy.saturation import SaturationGate
@@ -30,8 +31,13 @@ Bools = NDArray[np.bool_]
 Ints = NDArray[np.integer]
 
 EXPLORE = "verify everything: look at what was trimmed for long"
+EXPLORE_TIER = "explore: measure a tier whose cost is only believed"
 # A corrected table is put into force only when it moved by more than this; each change rebuilds the tables.
 _NEWS = 0.005
+# What is believed of a first batch, before anything was seen.
+_PRIOR_ACCEPTANCE = 0.75
+# Looking at everything may cost this share of all steps.
+_LOOK_PRICE = 0.002
 # The profile is a slow mean: while drafting goes on, one step in so many is enough.
 _PROFILE_STEPS = 8
 
@@ -53,11 +59,13 @@ class Engine:
         self.calibration = Calibration(gamma)
         self.gate = SaturationGate(config.skip)
         self.profile = SurvivalProfile()
+        self._prior = _PRIOR_ACCEPTANCE ** np.arange(1, gamma + 1)
         self.invalid_requests = 0
         self.steps = 0
         self._profiled = cost
         self._correction = CostCorrection(cost, config.forget_steps)
         self._correction_in_force = CostCorrection.neutral(cost)
+        self._tiers = TierExplorer(cost.tiers, config.explore_steps, config.forget_steps)
         self._rate = RunningRate()
         self._rates_in_force = np.zeros(BUCKETS)
         self._most = gamma if config.max_len is None else min(gamma, config.max_len - 1)
@@ -90,10 +98,10 @@ class Engine:
             plain_ms = self.cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
             decision = self.gate.decide(decision, plain_ms, requests)
 
-        # 4. Once in a long while a step that drafts looks at what is always trimmed.
-        decision = self._explore(decision, alive, non_draft_tokens, kv_tokens)
-
-        self._previous = decision
+        # 4. Once in a long while a step that drafts looks at what is always trimmed, or at another tier.
+        self._previous = decision = self._explore(decision, alive, non_draft_tokens, kv_tokens)
+        if self._measures_tiers and decision.draft and not self.gate.skipping:
+            decision = self._explore_tier(decision, alive, non_draft_tokens, kv_tokens)
         return decision
 
     def observe(
@@ -168,7 +176,7 @@ class Engine:
             self.invalid_requests += count_invalid(confidence)
         else:
             self.invalid_requests += count_invalid(confidence[fresh])
-            alive[~fresh] = 1.0 if self.config.trust_new or typical is None else typical
+            alive[~fresh] = 1.0 if self.config.trust_new else self._prior if typical is None else typical
         return alive
 
     def _survival(self, confidence: Floats) -> Floats:
@@ -203,8 +211,38 @@ class Engine:
         due = self.config.explore_steps and self._trimmed_on_end > self.config.explore_steps
         if not due or not decision.draft:
             return decision
+        look = verify_all(alive, self.cost, non_draft_tokens, kv_tokens, EXPLORE, self.config.max_len)
+        # What the look costs, in steps like this one.
+        price = look.predicted_ms / decision.predicted_ms - look.expected_tokens / decision.expected_tokens
+        if price > _LOOK_PRICE * self._trimmed_on_end:
+            return decision
         self._trimmed_on_end = 0
-        return verify_all(alive, self.cost, non_draft_tokens, kv_tokens, EXPLORE, self.config.max_len)
+        return look
+
+    @property
+    def _measures_tiers(self) -> bool:
+        return bool(self.config.explore_steps) and self.config.correct_costs and self.cost.is_informative
+
+    def _explore_tier(self, decision: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
+        requests = alive.shape[0]
+        open_tokens = alive[:, : self._most]
+        least, most = requests * min(self._most, self.config.min_len - 1), open_tokens.size
+        best = decision.expected_tokens / decision.predicted_ms
+
+        def look(tokens: int) -> Decision:
+            budget = tokens - non_draft_tokens
+            # The last of the sorted survivals: with a minimum length this is a little too good, which is good enough.
+            expected = requests + float(np.sort(open_tokens, axis=None)[open_tokens.size - budget :].sum())
+            ms = self.cost.point_ms(requests, tokens, requests + budget, kv_tokens)
+            return Decision(budget, True, budget == requests * self.gamma, expected, ms, EXPLORE_TIER)
+
+        def worth(tokens: int) -> float:
+            other = look(tokens)
+            return other.expected_tokens / other.predicted_ms / best
+
+        here = non_draft_tokens + decision.budget
+        there = self._tiers.tokens(here, non_draft_tokens + least, non_draft_tokens + most, worth)
+        return decision if there == here else look(there)
 
     def _rate_in_force(self, requests: int) -> float | None:
         if self.config.objective == "ratio":

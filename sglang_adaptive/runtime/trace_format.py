@@ -56,6 +56,7 @@ REASONS = (
     engine.EXPLORE,
     saturation.SATURATED,
     saturation.PROBE,
+    engine.EXPLORE_TIER,
 )
 
 MAX_BLOCK_BYTES = 64 << 20

@@ -3,8 +3,8 @@
 Each line is one decode step: the live requests with this step's confidences (K = 3; ``x`` is no number, ``A-H`` are
 eight requests alike), the mixed prefill tokens, and then what must come out: the budget, the tier that the step is
 padded to, each request's verify length (1 + drafts), and why. The budget is sized from the confidences of two steps
-ago, as under overlap; a request that had none then is new and trusted. The lengths follow this step's confidences. A
-request is known by its name: it may change its place in the batch.
+ago, as under overlap; a request that had none then is new, and trusted here. The lengths follow this step's
+confidences. A request is known by its name: it may change its place in the batch.
 """
 
 import numpy as np
@@ -84,33 +84,39 @@ PRIORITY = """
  3    | A .9 .8 .7, B .6 .3 .2, C .9 .9 .9, D .3 .2 .1 | 0       | 4      | 8    | A2 B1 C3 D2 | trimmed
 """
 
-# An expensive drafter and hopeless drafts: two bad steps on end, then no drafts but for a probe of three steps after 4
-# skipped ones and after 8 more. The second probe finds good drafts.
+# An expensive drafter and hopeless drafts. Eight requests are few: what their first, trusted steps promised fades over
+# some steps. Then no drafts but for a probe of three steps after 4 skipped ones and after 8 more. The second probe
+# finds good drafts.
 SATURATION = """
  step | requests and confidences | prefill | budget | tier | lengths | why
  1    | A-H .05 .05 .05          | 0       | 24     | 32   | all 4   | all worth it
  2    | A-H .05 .05 .05          | 0       | 24     | 32   | all 4   | all worth it
  3    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | trimmed
- 4    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
- 5    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
- 6    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
- 7    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
- 8    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | probe
- 9    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | probe
- 10   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | probe
+ 4    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | trimmed
+ 5    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | trimmed
+ 6    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | trimmed
+ 7    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | trimmed
+ 8    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
+ 9    | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
+ 10   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
  11   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
- 12   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
- 13   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
- 14   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
+ 12   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | probe
+ 13   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | probe
+ 14   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | probe
  15   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
- 16   | A-H .9 .9 .9             | 0       | 0      | 8    | all 1   | saturated
- 17   | A-H .9 .9 .9             | 0       | 0      | 8    | all 1   | saturated
- 18   | A-H .9 .9 .9             | 0       | 0      | 8    | all 1   | saturated
- 19   | A-H .9 .9 .9             | 0       | 0      | 8    | all 1   | probe
- 20   | A-H .9 .9 .9             | 0       | 24     | 32   | all 4   | probe
- 21   | A-H .9 .9 .9             | 0       | 24     | 32   | all 4   | probe
- 22   | A-H .9 .9 .9             | 0       | 24     | 32   | all 4   | all worth it
- 23   | A-H .9 .9 .9             | 0       | 24     | 32   | all 4   | all worth it
+ 16   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
+ 17   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
+ 18   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
+ 19   | A-H .05 .05 .05          | 0       | 0      | 8    | all 1   | saturated
+ 20   | A-H .9 .9 .9             | 0       | 0      | 8    | all 1   | saturated
+ 21   | A-H .9 .9 .9             | 0       | 0      | 8    | all 1   | saturated
+ 22   | A-H .9 .9 .9             | 0       | 0      | 8    | all 1   | saturated
+ 23   | A-H .9 .9 .9             | 0       | 0      | 8    | all 1   | probe
+ 24   | A-H .9 .9 .9             | 0       | 24     | 32   | all 4   | probe
+ 25   | A-H .9 .9 .9             | 0       | 24     | 32   | all 4   | probe
+ 26   | A-H .9 .9 .9             | 0       | 24     | 32   | all 4   | all worth it
+ 27   | A-H .9 .9 .9             | 0       | 24     | 32   | all 4   | all worth it
+ 28   | A-H .9 .9 .9             | 0       | 24     | 32   | all 4   | all worth it
 """
 
 NO_TABLE = """
@@ -156,7 +162,8 @@ def play(table, stairs=STAIRS, draft_ms=DRAFT_MS, weights=None, **settings):
         [(1, draft_ms)],
         capture_limit=max(stairs, default=None),
     )
-    config = PolicyConfig(**{"calibrate": False, "correct_costs": False, "skip_draft": False, **settings})
+    plain = {"calibrate": False, "correct_costs": False, "skip_draft": False, "trust_new": True}
+    config = PolicyConfig(**{**plain, **settings})
     policy, past = Engine(config, cost, K), []
     for step, live, prefill, wanted in steps(table):
         stale = past[-LAG] if len(past) >= LAG else {}

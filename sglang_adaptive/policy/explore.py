@@ -1,0 +1,91 @@
+"""Trying, now and then, graph tiers that look worse than the best one, because only measured tiers can be corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+# A little more than a correction needs, since the clock does not run in every step.
+BURST_STEPS = 10
+_FIRST_INTERVAL = 32
+_LEAST_VALUE = 0.8
+_HALVINGS = 4
+_BUCKETS = 24
+
+
+class TierExplorer:
+    """A table that is wrong about the tiers it never uses stays wrong: in particular one that is falsely flat makes
+    everything be verified. So a burst of steps goes to a tier between the current one and the fewest (or, in turn, the
+    most) tokens the batch could verify: halfway in log tokens, nearer while that looks more than a fifth worse. A tier
+    that was used lately is known and left alone.
+
+    The first burst comes after 32 steps at a load (power of two of requests), the next one after twice as many, and so
+    on up to ``longest_interval``: in the long run at most a fifth of 10 steps per interval is lost. Steps and decisions
+    are its only inputs, so all ranks explore alike.
+    """
+
+    def __init__(self, tiers: Ints, longest_interval: int, forget_steps: int) -> None:
+        self.tiers, self.longest, self.forget = tiers, longest_interval, forget_steps
+        self._uses = np.zeros(tiers.size, np.int64)
+        self._used_at = np.zeros(tiers.size, np.int64)
+        self._interval = np.full(_BUCKETS, min(_FIRST_INTERVAL, max(longest_interval, 1)), np.int64)
+        self._waited = np.zeros(_BUCKETS, np.int64)
+        self._steps = 0
+        self._down = False
+        self._burst_left = 0
+        self._burst_tokens = 0
+
+    def tokens(self, tokens: int, least: int, most: int, worth: Callable[[int], float]) -> int:
+        """What this step should verify where ``tokens`` is best and ``least`` to ``most`` are possible.
+
+        ``worth`` says, for a number of tokens, the predicted tokens per ms relative to the best.
+        """
+        self._steps += 1
+        chosen = tokens
+        if self._burst_left and least <= self._burst_tokens <= most:
+            self._burst_left -= 1
+            chosen = self._burst_tokens
+        else:
+            self._burst_left = 0
+            bucket = min(least.bit_length(), _BUCKETS - 1)
+            self._waited[bucket] += 1
+            if self._waited[bucket] >= self._interval[bucket]:
+                self._waited[bucket] = 0
+                self._interval[bucket] = min(2 * self._interval[bucket], self.longest)
+                chosen = self._unknown(tokens, least, most, worth)
+                self._burst_tokens, self._burst_left = chosen, BURST_STEPS - 1 if chosen != tokens else 0
+        self._use(chosen)
+        return chosen
+
+    def _unknown(self, tokens: int, least: int, most: int, worth: Callable[[int], float]) -> int:
+        for _ in range(2):
+            self._down = not self._down
+            away = float(least if self._down else most)
+            for _ in range(_HALVINGS):
+                away = (away * tokens) ** 0.5
+                there = int(self.tiers[min(self._tier(int(np.ceil(away))), self.tiers.size - 1)])
+                if not least <= there <= most or self._tier(there) == self._tier(tokens):
+                    break
+                if worth(there) >= _LEAST_VALUE:
+                    if self._is_known(there):
+                        break
+                    return there
+        return tokens
+
+    def _tier(self, tokens: int) -> int:
+        return int(np.searchsorted(self.tiers, tokens))
+
+    def _is_known(self, tokens: int) -> bool:
+        tier = min(self._tier(tokens), self.tiers.size - 1)
+        return bool(self._uses[tier] >= BURST_STEPS and self._steps - self._used_at[tier] <= self.forget)
+
+    def _use(self, tokens: int) -> None:
+        tier = min(self._tier(tokens), self.tiers.size - 1)
+        if self._steps - self._used_at[tier] > self.forget:
+            self._uses[tier] = 0
+        self._uses[tier] += 1
+        self._used_at[tier] = self._steps
