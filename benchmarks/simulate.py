@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.with_name(arguments.out.name + ".md").write_text(text)
-    arguments.out.with_name(arguments.out.name + ".json").write_text(json.dumps(rows, indent=0))
+    arguments.out.with_name(arguments.out.name + ".json").write_text(_compact(rows))
     for name, cells in _by_picture(rows).items():
         path = arguments.out.with_name(f"{arguments.out.name}-{name}.png")
         plot.draw(report.pareto(cells), report.roles(plan.arms), f"simulated: {name}", path)
@@ -125,6 +125,14 @@ def _plan(arguments: argparse.Namespace) -> study.Plan:
         arguments.least_tokens,
         scenario,
     )
+
+
+def _compact(rows: list[report.Row]) -> str:
+    """JSON with one line per simulation and the names of the columns once."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    shown = [[round(v, 4) if isinstance(v := row.get(name), float) else v for name in names] for row in rows]
+    lines = ",\n".join(json.dumps(values) for values in shown)
+    return f'{{"columns": {json.dumps(names)}, "rows": [\n{lines}\n]}}\n'
 
 
 def _by_picture(rows: list[report.Row]) -> dict[str, list[report.Cell]]:
