@@ -24,6 +24,8 @@ class PolicyConfig:
     ``skip_draft``: allow steps without a drafter when drafting costs more than it gains (rules in ``skip``).
     ``explore_steps``: after so many steps on end without one that verified everything, the next that drafts does, so
     that deep positions and large tiers are still learned about; 0 never does.
+    ``look_steps``: a server that drafts takes a few steps without a draft after at most so many, to learn what they
+    take; 0 never does.
     ``forget_steps``: a tier's cost correction that was not confirmed for so many steps is dropped.
     ``refresh_steps``: measured state (rates, cost correction) comes into force once per so many observed steps.
     ``auto_refresh``: False where a worker passes the state of rank 0 around instead.
@@ -40,6 +42,7 @@ class PolicyConfig:
     skip_draft: bool = True
     skip: SkipRules = field(default_factory=SkipRules)
     explore_steps: int = 512
+    look_steps: int = 4096
     forget_steps: int = 4096
     refresh_steps: int = 64
     auto_refresh: bool = True
@@ -55,8 +58,9 @@ class PolicyConfig:
             raise ValueError(f"min_len is {self.min_len}, allowed are 1 and more")
         if self.max_len is not None and self.max_len < self.min_len:
             raise ValueError(f"max_len is {self.max_len}, allowed are min_len ({self.min_len}) and more")
-        if self.explore_steps < 0:
-            raise ValueError(f"explore_steps is {self.explore_steps}, allowed are 0 and more")
+        for name in ("explore_steps", "look_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 and more")
         for name in ("refresh_steps", "forget_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are 1 and more")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_adaptive.policy import modes
 from sglang_adaptive.policy.budget import (
     LOW_LOAD,
     Decision,
@@ -21,6 +23,7 @@ from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.correction import CostCorrection, corrected
 from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.explore import TierExplorer
+from sglang_adaptive.policy.modes import ModeTimes, PlainLook, factor
 from sglang_adaptive.policy.profile import SurvivalProfile
 from sglang_adaptive.policy.rate import BUCKETS, RunningRate
 from sglang_adaptive.policy.saturation import SaturationGate
@@ -30,6 +33,7 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.integer]
 
+LOOK = "no draft: look what a step takes without one"
 EXPLORE = "verify everything: look at what was trimmed for long"
 EXPLORE_TIER = "explore: measure a tier whose cost is only believed"
 # A corrected table is put into force only when it moved by more than this; each change rebuilds the tables.
@@ -63,6 +67,8 @@ class Engine:
         self.invalid_requests = 0
         self.steps = 0
         self._profiled = cost
+        self._modes, self._look = ModeTimes(), PlainLook(config.look_steps)
+        self._modes_in_force = np.zeros(modes.SIZE)
         self._correction = CostCorrection(cost, config.forget_steps)
         self._correction_in_force = CostCorrection.neutral(cost)
         self._tiers = TierExplorer(cost.tiers, config.explore_steps, config.forget_steps)
@@ -95,8 +101,7 @@ class Engine:
 
         # 3. Whether drafting pays at all.
         if self.config.skip_draft and self.cost.is_informative and self.profile.mean is not None:
-            plain_ms = self.cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
-            decision = self.gate.decide(decision, plain_ms, requests)
+            decision = self._draft_or_not(decision, requests, non_draft_tokens, kv_tokens)
 
         # 4. Once in a long while a step that drafts looks at what is always trimmed, or at another tier.
         self._previous = decision = self._explore(decision, alive, non_draft_tokens, kv_tokens)
@@ -142,14 +147,15 @@ class Engine:
 
     def measured_state(self) -> Floats:
         """All that depends on this rank's clock, as one vector of fixed length, to be broadcast from rank 0."""
-        return np.concatenate([self._rate.rates(), self._correction.state()])
+        return np.concatenate([self._rate.rates(), self._modes.state(), self._correction.state()])
 
     def apply_measured(self, state: Floats) -> None:
         """Bring a ``measured_state`` into force; every rank calls it with the same vector after the same step."""
-        if state.size != BUCKETS + self._correction_in_force.size:
+        if state.size != BUCKETS + modes.SIZE + self._correction_in_force.size:
             raise ValueError(f"a measured state of {state.size} values does not belong to this engine's cost table")
         self._rates_in_force = state[:BUCKETS].copy()
-        news = state[BUCKETS:]
+        self._modes_in_force = state[BUCKETS : BUCKETS + modes.SIZE].copy()
+        news = state[BUCKETS + modes.SIZE :]
         if self.config.correct_costs and _differs(self._correction_in_force, news):
             self._correction_in_force = news.copy()
             self.cost = corrected(self._profiled, news)
@@ -202,6 +208,21 @@ class Engine:
             trim_ms=config.trim_ms,
             previous=self._previous,
         )
+
+    def _draft_or_not(self, drafting: Decision, requests: int, non_draft_tokens: int, kv_tokens: float) -> Decision:
+        """Compare both modes by what their steps were measured to take, where they were, else by the table."""
+        plain_ms = self.cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
+        draft_ms = drafting.predicted_ms
+        drafted, plain = (factor(self._modes_in_force, requests, mode) for mode in (True, False))
+        if drafted:
+            tokens, rows = non_draft_tokens + drafting.budget, requests + drafting.budget
+            draft_ms = drafted * self._profiled.point_ms(requests, tokens, rows, kv_tokens)
+        if plain:
+            plain_ms = plain * self._profiled.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
+        decision = self.gate.decide(replace(drafting, predicted_ms=draft_ms), plain_ms, requests)
+        if drafted and decision.draft and not self.gate.skipping and self._look.due(requests):
+            return Decision(0, False, False, float(requests), plain_ms, LOOK)
+        return decision
 
     def _explore(self, decision: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
         if decision.budget == alive.shape[0] * self._most:
@@ -264,6 +285,9 @@ class Engine:
         predicted = self.cost.point_ms(requests, tokens, rows, kv_tokens, drafted)
         self._rate.observe(requests, committed_tokens, step_ms, predicted)
         if self.config.correct_costs:
+            profiled = self._profiled.point_ms(requests, tokens, rows, kv_tokens, drafted)
+            self._modes.observe(requests, drafted, step_ms, profiled)
+        if self.config.correct_costs and drafted:
             self._correction.observe(requests, non_draft_tokens, draft_tokens, kv_tokens, drafted, step_ms)
 
 

@@ -57,6 +57,7 @@ REASONS = (
     saturation.SATURATED,
     saturation.PROBE,
     engine.EXPLORE_TIER,
+    engine.LOOK,
 )
 
 MAX_BLOCK_BYTES = 64 << 20

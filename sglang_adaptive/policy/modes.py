@@ -1,0 +1,85 @@
+"""What a step with a draft and a step without one really take, for the choice between the two.
+
+A step has host work between its graphs that no profile of the device sees, and a drafting step has several times as
+much of it as a plain one. The correction of the cost table cannot tell them apart, since both use the same tiers. So
+the measured time is compared with the profiled one for either mode on its own, and a mode that is never chosen is
+looked at now and then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_adaptive.policy.rate import BUCKETS, RunningRate
+
+Floats = NDArray[np.float64]
+
+WINDOW = 16
+MIN_SAMPLES = 6
+_FACTOR_RANGE = (0.05, 50.0)
+# More than half a window, so that a look replaces what an older one saw.
+LOOK_STEPS = 12
+_FIRST_INTERVAL = 32
+SIZE = 2 * BUCKETS
+
+
+class ModeTimes:
+    """Medians of measured over profiled step times, by mode and power of two of requests."""
+
+    def __init__(self) -> None:
+        self._ratios = np.zeros((2, BUCKETS, WINDOW))
+        self._count = np.zeros((2, BUCKETS), np.int64)
+
+    def observe(self, requests: int, drafted: bool, step_ms: float, profiled_ms: float) -> None:
+        """Count one step. Times that are not finite or not positive are dropped."""
+        if not (np.isfinite(step_ms) and step_ms > 0 and profiled_ms > 0) or requests <= 0:
+            return
+        mode, bucket = int(drafted), RunningRate.bucket(requests)
+        self._ratios[mode, bucket, self._count[mode, bucket] % WINDOW] = step_ms / profiled_ms
+        self._count[mode, bucket] += 1
+
+    def state(self) -> Floats:
+        """[2 * BUCKETS] factors without a draft, then with one; 0 where too few steps were seen."""
+        factors = np.zeros((2, BUCKETS))
+        for mode, bucket in np.argwhere(self._count >= MIN_SAMPLES):
+            seen = min(int(self._count[mode, bucket]), WINDOW)
+            factors[mode, bucket] = np.clip(np.median(self._ratios[mode, bucket, :seen]), *_FACTOR_RANGE)
+        return factors.reshape(-1)
+
+
+def factor(state: Floats, requests: int, drafted: bool) -> float:
+    """The factor of a ``ModeTimes.state`` for a batch; 0 where it is not known."""
+    return float(state[int(drafted) * BUCKETS + RunningRate.bucket(requests)])
+
+
+class PlainLook:
+    """Decides when a server that drafts takes ``LOOK_STEPS`` steps without a draft, to learn what they take.
+
+    At a load (power of two of requests) the first look comes after 32 drafting steps, the next after twice as many, and
+    so on up to ``longest_interval``; 0 never looks. Steps are its only clock.
+    """
+
+    def __init__(self, longest_interval: int) -> None:
+        self.longest = longest_interval
+        self._interval = np.full(BUCKETS, min(_FIRST_INTERVAL, max(longest_interval, 1)), np.int64)
+        self._waited = np.zeros(BUCKETS, np.int64)
+        self._left = 0
+        self._bucket = -1
+
+    def due(self, requests: int) -> bool:
+        """Whether this step, which would draft, should be one without; called once for each such step."""
+        if not self.longest:
+            return False
+        bucket = RunningRate.bucket(requests)
+        if self._left and bucket == self._bucket:
+            self._left -= 1
+            return True
+        self._left = 0
+        self._waited[bucket] += 1
+        if self._waited[bucket] <= self._interval[bucket]:
+            return False
+        self._waited[bucket] = 0
+        self._interval[bucket] = min(2 * self._interval[bucket], self.longest)
+        self._bucket, self._left = bucket, LOOK_STEPS - 1
+        return True

@@ -1,0 +1,103 @@
+"""A server finds out by measuring what its profile cannot see: the host's work around a draft."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from sglang_adaptive.policy.config import PolicyConfig
+from sglang_adaptive.policy.cost import CostModel, VerifySample
+from sglang_adaptive.policy.engine import LOOK, Engine
+from sglang_adaptive.policy.modes import LOOK_STEPS, MIN_SAMPLES, ModeTimes, PlainLook, factor
+from sglang_adaptive.policy.rate import BUCKETS
+
+GAMMA = 7
+
+
+def profiled() -> CostModel:
+    """As an H200 profiles a model of 135M: a verification is nearly flat, a draft takes half of one."""
+    verify = [VerifySample(tokens, 512, 2.4 + 0.001 * tokens) for tokens in (8, 64, 256, 2048)]
+    return CostModel.from_samples(verify, [(1, 1.2), (256, 1.6)], [(1, 0.05), (2048, 0.1)], capture_limit=2048)
+
+
+def serve(requests: int, draft_ms: float, plain_ms: float, chance: float, steps: int = 3000):
+    """Rate of the last two thirds over the rate of never drafting and of always drafting, and the engine."""
+    rng = np.random.default_rng(5)
+    engine = Engine(PolicyConfig(), profiled(), GAMMA)
+    confidence = np.full((requests, GAMMA), chance)
+    tokens = ms = 0.0
+    looks = 0
+    for step in range(steps):
+        fresh = np.full(requests, step > 1)
+        decision = engine.size(confidence, requests=requests, non_draft_tokens=requests, kv_tokens=512.0, fresh=fresh)
+        looks += decision.reason == LOOK
+        verified = np.full(requests, decision.budget // requests)
+        drawn = rng.random((requests, GAMMA)) < chance
+        accepted = np.minimum(np.cumprod(drawn, axis=1).sum(axis=1), verified)
+        took = (draft_ms if decision.draft else plain_ms) * rng.uniform(0.97, 1.03)
+        engine.observe(
+            requests=requests,
+            non_draft_tokens=requests,
+            draft_tokens=int(verified.sum()),
+            kv_tokens=512.0,
+            committed_tokens=int(accepted.sum()) + requests,
+            step_ms=took,
+            drafted=decision.draft,
+            confidence=confidence if decision.draft else None,
+            verified=verified,
+            accepted=accepted,
+        )
+        if step >= steps // 3:
+            tokens += accepted.sum() + requests
+            ms += took
+    expected = 1 + np.cumprod(np.full(GAMMA, chance)).sum()
+    best = max(1 / plain_ms, expected / draft_ms) * requests
+    return tokens / ms / best, engine, looks
+
+
+@pytest.mark.parametrize("requests", [1, 32])
+def test_hidden_host_work_makes_it_stop_drafting(requests):
+    rate, engine, _ = serve(requests, draft_ms=7.6, plain_ms=2.0, chance=0.45)
+    assert engine.gate.skipping
+    assert rate > 0.97
+
+
+@pytest.mark.parametrize("requests", [1, 32])
+def test_it_goes_on_drafting_where_that_pays_and_looks_seldom(requests):
+    rate, engine, looks = serve(requests, draft_ms=4.0, plain_ms=2.6, chance=0.8)
+    assert not engine.gate.skipping
+    assert 0 < looks <= 8 * LOOK_STEPS
+    assert rate > 0.97
+
+
+def test_without_measured_times_it_never_looks():
+    engine = Engine(PolicyConfig(), profiled(), GAMMA)
+    confidence, fresh = np.full((4, GAMMA), 0.8), np.ones(4, bool)
+    for _ in range(300):
+        decision = engine.size(confidence, requests=4, non_draft_tokens=4, kv_tokens=512.0, fresh=fresh)
+        assert decision.reason != LOOK
+        engine.observe(requests=4, non_draft_tokens=4, draft_tokens=28, kv_tokens=512.0, committed_tokens=12)
+
+
+def test_a_look_comes_after_32_steps_then_after_twice_as_many_and_each_load_has_its_own():
+    look = PlainLook(longest_interval=64)
+    due = [step for step in range(400) if look.due(5)]
+    starts = [step for step in due if step - 1 not in due]
+    assert len(due) == len(starts) * LOOK_STEPS
+    assert starts[0] == 32 and all(b - a == 64 + LOOK_STEPS for a, b in pairwise(starts))
+    assert not look.due(1)
+    assert not any(PlainLook(0).due(5) for _ in range(200))
+
+
+def test_medians_are_not_moved_by_odd_times_and_unknown_is_zero():
+    times = ModeTimes()
+    for ms in [3.0] * MIN_SAMPLES + [900.0]:
+        times.observe(4, True, ms, 2.0)
+    for bad in (float("nan"), float("inf"), 0.0, -1.0):
+        times.observe(4, True, bad, 2.0)
+    state = times.state()
+    assert factor(state, 4, True) == 1.5
+    assert factor(state, 4, False) == 0 and factor(state, 64, True) == 0
+    assert state.size == 2 * BUCKETS
