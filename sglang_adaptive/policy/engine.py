@@ -40,8 +40,6 @@ EXPLORE_TIER = "explore: measure a tier whose cost is only believed"
 _NEWS = 0.005
 # What is believed of a first batch, before anything was seen.
 _PRIOR_ACCEPTANCE = 0.75
-# Looking at everything may cost this share of all steps.
-_LOOK_PRICE = 0.002
 # The profile is a slow mean: while drafting goes on, one step in so many is enough.
 _PROFILE_STEPS = 8
 
@@ -217,11 +215,16 @@ class Engine:
         if drafted:
             tokens, rows = non_draft_tokens + drafting.budget, requests + drafting.budget
             draft_ms = drafted * self._profiled.point_ms(requests, tokens, rows, kv_tokens)
+        profiled_ms = self._profiled.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
         if plain:
-            plain_ms = plain * self._profiled.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
+            plain_ms = plain * profiled_ms
         decision = self.gate.decide(replace(drafting, predicted_ms=draft_ms), plain_ms, requests)
-        if drafted and decision.draft and not self.gate.skipping and self._look.due(requests):
-            return Decision(0, False, False, float(requests), plain_ms, LOOK)
+        if drafted and requests and decision.draft and not self.gate.skipping:
+            # Drafting steps say nothing good or bad about plain ones: where those are unknown, the profile's time.
+            rival_ms = plain_ms if plain else profiled_ms
+            advantage = drafting.expected_tokens / draft_ms * rival_ms / requests
+            if self._look.due(requests, advantage):
+                return Decision(0, False, False, float(requests), plain_ms, LOOK)
         return decision
 
     def _explore(self, decision: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
@@ -233,9 +236,9 @@ class Engine:
         if not due or not decision.draft:
             return decision
         look = verify_all(alive, self.cost, non_draft_tokens, kv_tokens, EXPLORE, self.config.max_len)
-        # What the look costs, in steps like this one.
+        # What the look costs, in steps like this one, may be a small share of the steps since the last.
         price = look.predicted_ms / decision.predicted_ms - look.expected_tokens / decision.expected_tokens
-        if price > _LOOK_PRICE * self._trimmed_on_end:
+        if price > modes.PRICE * self._trimmed_on_end:
             return decision
         self._trimmed_on_end = 0
         return look

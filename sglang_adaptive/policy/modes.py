@@ -21,6 +21,9 @@ _FACTOR_RANGE = (0.05, 50.0)
 # More than half a window, so that a look replaces what an older one saw.
 LOOK_STEPS = 12
 _FIRST_INTERVAL = 32
+PRICE = 0.002
+# As many requests' next tokens weigh as much as all before them when the advantage of drafting is averaged.
+_CALM_REQUESTS = 32
 SIZE = 2 * BUCKETS
 
 
@@ -57,18 +60,22 @@ class PlainLook:
     """Decides when a server that drafts takes ``LOOK_STEPS`` steps without a draft, to learn what they take.
 
     At a load (power of two of requests) the first look comes after 32 drafting steps, the next after twice as many, and
-    so on up to ``longest_interval``; 0 never looks. Steps are its only clock.
+    so on up to ``longest_interval``; 0 never looks. A look also waits until what it is expected to cost is no more than
+    ``PRICE`` of the steps since the last one. Where drafting is clearly better that is long; where the measured time of
+    drafting steps puts it in doubt, a look costs next to nothing and comes early. Steps are its only clock.
     """
 
     def __init__(self, longest_interval: int) -> None:
         self.longest = longest_interval
         self._interval = np.full(BUCKETS, min(_FIRST_INTERVAL, max(longest_interval, 1)), np.int64)
         self._waited = np.zeros(BUCKETS, np.int64)
+        self._level = np.zeros(BUCKETS)
         self._left = 0
         self._bucket = -1
 
-    def due(self, requests: int) -> bool:
-        """Whether this step, which would draft, should be one without; called once for each such step."""
+    def due(self, requests: int, advantage: float) -> bool:
+        """Whether this step, which would draft, should be one without; called once for each such step. ``advantage``
+        of drafting: tokens per ms with a draft over those without, as far as is known."""
         if not self.longest:
             return False
         bucket = RunningRate.bucket(requests)
@@ -77,7 +84,10 @@ class PlainLook:
             return True
         self._left = 0
         self._waited[bucket] += 1
-        if self._waited[bucket] <= self._interval[bucket]:
+        weight = requests / (requests + _CALM_REQUESTS) if self._waited[bucket] > 1 else 1.0
+        self._level[bucket] += weight * (np.log(advantage) - self._level[bucket])
+        price = LOOK_STEPS * max(0.0, 1.0 - np.exp(-self._level[bucket]))
+        if self._waited[bucket] <= self._interval[bucket] or price > PRICE * self._waited[bucket]:
             return False
         self._waited[bucket] = 0
         self._interval[bucket] = min(2 * self._interval[bucket], self.longest)
