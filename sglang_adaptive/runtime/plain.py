@@ -22,7 +22,8 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
 def can_run(worker: Any, batch: Any) -> bool:
     """Whether nothing in the batch needs what only the host's full step does."""
-    return not (batch.has_grammar or batch.return_logprob or worker._need_mamba_verify_commit)
+    special = batch.has_grammar or batch.return_logprob or worker._need_mamba_verify_commit
+    return not special and batch.spec_info is not None
 
 
 def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> GenerationBatchResult:

@@ -285,5 +285,5 @@ def _kv_tokens(batch: Any) -> float:
     """Tokens in the batch's KV cache; where the host keeps no lengths on the CPU, what it has reserved for them."""
     if batch.seq_lens_cpu is not None:
         return float(batch.seq_lens_cpu.sum())
-    reserved = batch.spec_info.nxt_kv_lens_sum
-    return float(reserved) if reserved is not None else float(np.sum([req.seqlen for req in batch.reqs]))
+    reserved = getattr(batch.spec_info, "nxt_kv_lens_sum", None)
+    return float(sum(request.seqlen for request in batch.reqs) if reserved is None else reserved)
