@@ -70,7 +70,7 @@ def sources() -> Iterator[Path]:
     from sglang_adaptive import patches
 
     package = Path(sglang_adaptive.__file__).parent
-    for folder in (*sglang_adaptive.__path__, *patches.__path__):
+    for folder in (package, *patches.__path__):
         for path in sorted(Path(folder).rglob("*.py")):
             if path.parent != package / "guard":
                 yield path
