@@ -206,10 +206,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m sglang_adaptive doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     as_json = parser.parse_args(argv).json
+    quiet = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    # The host and other plugins print while they are imported.
-    with contextlib.redirect_stdout(sys.stderr):
-        findings = diagnose()
+    try:
+        # The host and other plugins print while they are imported.
+        with contextlib.redirect_stdout(sys.stderr):
+            findings = diagnose()
+    finally:
+        logging.disable(quiet)
     ok = all(finding.ok is not False for finding in findings)
     if as_json:
         report = {"ok": ok, "verdict": verdict(findings), "findings": [asdict(finding) for finding in findings]}
