@@ -84,7 +84,8 @@ def run_task(task: Task) -> dict[str, Any]:
     outcome = simulate(maker(task.arm, pool.gamma, believed, table, TRIM_MS), table, pool, task.scenario, task.seed)
     tokens, ms = outcome.curve[LEARNING - 1]
     result = {
-        **{name: getattr(task, name) for name in ("table", "traffic", "wrong", "arm", "seed")},
+        **{name: getattr(task, name) for name in ("wrong", "arm", "seed")},
+        **{name: Path(getattr(task, name)).name for name in ("table", "traffic")},
         **asdict(task.scenario),
         **{name: getattr(outcome, name) for name in ("steps", "plain", "ragged", "rows", "drafts", "accepted")},
         "tok_s": 1e3 * outcome.tokens / outcome.ms,
