@@ -153,7 +153,8 @@ def _options() -> argparse.Namespace:
 
 def main() -> None:
     # Turn a request to end into an exception, so that the servers are stopped on the way out.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated"))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit("error: terminated"))
     options = _options()
     try:
         if options.target is None:

@@ -30,6 +30,8 @@ _UNSUPPORTED = (
     ("enable_multi_layer_eagle", (None, False), "EAGLE layers: drop --enable-multi-layer-eagle"),
 )
 
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
 
 def _refuse(reason: str) -> None:
     raise AdaptiveError(f"{ALGORITHM} does not work with {reason}.")
@@ -94,8 +96,15 @@ def _draft_path(server_args: Any, cfg: Any) -> str | None:
 def _draft_config(path: str, cfg: Any) -> Any:
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
-        raise AdaptiveError(f"The draft model {path} has no config.json: name the folder of a DSpark checkpoint.")
+    if os.path.isabs(path) and not os.path.exists(path):
+        raise AdaptiveError(
+            f"The draft model {path} does not exist: name the folder or hub name of a DSpark checkpoint."
+        )
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise AdaptiveError(f"The draft model {path} has no config.json: name the folder of a DSpark checkpoint.")
+        if not any(name.endswith(_WEIGHTS) for name in os.listdir(path)):
+            raise AdaptiveError(f"The draft model {path} has no weights: name the folder of a whole DSpark checkpoint.")
     try:
         return get_config(
             path,
@@ -136,15 +145,21 @@ def _nested(config: Any, key: str, default: Any = None) -> Any:
     """A field of the draft's configuration, which exporters put at the top or under dspark_config or dflash_config."""
     value = getattr(config, key, None)
     for section in ("dspark_config", "dflash_config"):
-        if value is None:
-            value = (getattr(config, section, None) or {}).get(key)
+        fields = getattr(config, section, None)
+        if value is None and isinstance(fields, dict):
+            value = fields.get(key)
     return default if value is None else value
 
 
 def _check_confidence_head(path: str, draft: Any) -> None:
     missing = not _nested(draft, "enable_confidence_head", True)
     if not missing and os.path.isdir(path):
-        names = _weight_names(Path(path))
+        try:
+            names = _weight_names(Path(path))
+        except Exception as error:
+            raise AdaptiveError(
+                f"The weights of the draft model {path} cannot be read ({type(error).__name__}): download it again."
+            ) from error
         missing = bool(names) and not any(name.startswith("confidence_head.") for name in names)
     if missing:
         raise AdaptiveError(
@@ -154,7 +169,7 @@ def _check_confidence_head(path: str, draft: Any) -> None:
 
 
 def _weight_names(folder: Path) -> set[str]:
-    """Names of the tensors in a local safetensors checkpoint, read from the headers only."""
+    """Names of the tensors in a local safetensors checkpoint, read from the headers only; none for another format."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return set(json.loads(index.read_text())["weight_map"])
@@ -179,6 +194,12 @@ def _check_match(path: str, draft: Any, server_args: Any) -> None:
         ("hidden size", getattr(draft, "hidden_size", None), model.hidden_size),
         ("number of target layers", _nested(draft, "num_target_layers"), model.num_hidden_layers),
     )
+    layers = _nested(draft, "target_layer_ids") or []
+    if any(not 0 <= int(layer) <= model.num_hidden_layers for layer in layers):
+        raise AdaptiveError(
+            f"The draft model {path} reads target layers {list(layers)}, but {server_args.model_path} has "
+            f"{model.num_hidden_layers}: use the draft that belongs to it."
+        )
     for what, of_draft, of_target in pairs:
         if of_draft is not None and of_target is not None and int(of_draft) != int(of_target):
             raise AdaptiveError(

@@ -182,7 +182,7 @@ def help_text(name: str) -> str:
 def _parse(name: str, text: str) -> Any:
     try:
         return RULES[name].parse(text)
-    except ValueError:
+    except (ValueError, RuntimeError, OSError):  # the last two from paths: an unknown ~user, a name that is too long
         raise AdaptiveError(
             f"Option {name} ({variable(name)}, {flag(name)}) is {text!r}, but it must be {RULES[name].allowed}."
         ) from None

@@ -63,11 +63,14 @@ def _broadcast(value: Any) -> Any:
 
 
 def _load(path: Path, key: dict[str, str]) -> CostModel | None:
-    if not path.exists():
-        return None
+    """The table at ``path``; None, with one warning, for whatever lies there that cannot be read as one."""
     try:
+        if not path.exists():
+            return None
+        if not path.is_file():
+            raise CostTableError("it is no regular file")
         cost = CostModel.load(path, key)
-    except CostTableError as error:
+    except (CostTableError, OSError) as error:
         logger.warning("sglang_adaptive: the cost table %s is not usable (%s): profiling again.", path, error)
         return None
     logger.info("sglang_adaptive: step costs read from %s", path)
