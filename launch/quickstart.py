@@ -130,7 +130,10 @@ def _compare_texts(reference: list, runs: tuple[comparison.Answers, ...], tie_na
 
 
 def _lines(file: str) -> list[str]:
-    lines = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{file} cannot be read: {error}") from error
     if not lines:
         raise argparse.ArgumentTypeError(f"{file} holds no question")
     return lines
