@@ -27,7 +27,7 @@ from sglang_adaptive.policy.modes import ModeTimes, PlainLook, factor
 from sglang_adaptive.policy.profile import SurvivalProfile
 from sglang_adaptive.policy.rate import BUCKETS, RunningRate
 from sglang_adaptive.policy.saturation import SaturationGate
-from sglang_adaptive.policy.survival import count_invalid, survival
+from sglang_adaptive.policy.survival import all_valid, count_invalid, survival
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -176,10 +176,9 @@ class Engine:
         if self.gate.skipping and typical is not None:
             return np.tile(typical, (fresh.size, 1))
         alive = self._survival(confidence)
-        if fresh.all():
-            self.invalid_requests += count_invalid(confidence)
-        else:
+        if not all_valid(confidence):
             self.invalid_requests += count_invalid(confidence[fresh])
+        if not fresh.all():
             alive[~fresh] = 1.0 if self.config.trust_new else self._prior if typical is None else typical
         return alive
 
