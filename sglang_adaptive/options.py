@@ -35,7 +35,7 @@ class Options:
     """
 
     policy: bool = True
-    min_gain: float = 0.02
+    min_gain: float = 0.01
     calibration: bool = True
     cost_correction: bool = True
     skip_draft: bool = True

@@ -71,7 +71,7 @@ def test_steps_without_a_draft_change_nothing_either(tiny_pair, dear_costs, tmp_
     for table in dear_costs.glob("cost-*.json"):
         (tmp_path / table.name).write_text(table.read_text())
     costs.make_drafting_hopeless(tmp_path)
-    environment = costs.environment(tmp_path)
+    environment = costs.environment(tmp_path, skip_draft="on")
     with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
         assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
         assert server.greedy_ids(PROMPTS[:3], 2 * TOKENS)
