@@ -12,6 +12,7 @@ COMMANDS = {
     "report": "tables, ratios and the Pareto picture of a sweep",
     "steptime": "time of a decode step on running servers, and profiler traces",
     "simulate": "compare policies on cost tables, without the hardware",
+    "fleet": "requests per second that a fleet carries within a latency promise (simulated)",
     "calibration": "score the confidences of recorded traces",
     "sizing": "time the sizing of a step on this CPU",
     "trace_syncs": "count synchronising calls per step in a profiler trace",
