@@ -1,4 +1,4 @@
-"""What one rank's steps did, in numbers that /server_info shows."""
+"""What one rank's steps did, in numbers that /server_info and the metrics show."""
 
 from __future__ import annotations
 
@@ -6,51 +6,165 @@ from typing import Any
 
 import numpy as np
 
+from sglang_adaptive.policy.budget import NO_TABLE, Decision
+from sglang_adaptive.policy.calibration import Calibration
+from sglang_adaptive.runtime.calibration_error import CalibrationError
 from sglang_adaptive.runtime.relay import StepRecord
+
+FOLD_STEPS = 64
+LOADS = 11
+DECISIONS = ("verify_all", "trimmed", "not_drafted")
+FALLBACKS = ("no_cost_table", "needs_draft", "invalid_confidence")
+# Columns of the sums by load, all over finished steps. Those of timed steps are for rates.
+LOAD_COLUMNS = (
+    "steps",
+    "requests",
+    "verify_tokens",
+    "committed_tokens",
+    "wasted_tokens",
+    "timed_requests",
+    "timed_tokens",
+    "measured_ms",
+)
 
 
 class Counters:
     """Sums over finished decode steps.
 
-    ``verified`` and ``accepted`` count per draft position: how often the draft at that position was verified, and how
-    often it was accepted.
+    A step is only kept when it comes; 64 of them are summed at once, or fewer when somebody reads, so that a step pays
+    next to nothing. A load is a number of requests in a step, by powers of two: 1, 2 to 3, 4 to 7, and so on.
     """
 
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
-        self.steps = self.requests = self.verify_tokens = self.committed_tokens = self.drafted_tokens = 0
-        self.verified = np.zeros(gamma, dtype=np.int64)
-        self.accepted = np.zeros(gamma, dtype=np.int64)
-        self.decisions = {"verify_all": 0, "trimmed": 0, "not_drafted": 0}
+        self.ragged = True
+        self._drafted_tokens = 0
+        self._verified = np.zeros(gamma, dtype=np.int64)
+        self._accepted = np.zeros(gamma, dtype=np.int64)
+        self._decisions = dict.fromkeys(DECISIONS, 0)
+        self._fallbacks = dict.fromkeys(FALLBACKS, 0)
+        self._timed_steps = 0
+        self._predicted_ms = self._measured_ms = self._error_ms = 0.0
+        self._by_load = np.zeros((LOADS, len(LOAD_COLUMNS)))
+        self._calibration_error = CalibrationError(gamma)
+        self._waiting: list[StepRecord] = []
+
+    def begin_serving(self, calibration: Calibration | None, ragged: bool) -> None:
+        """``calibration`` is the one that the policy applies, None where it trusts the head. ``ragged`` False: the
+        attention backend verifies uniformly, so nothing is ever decided."""
+        self.ragged = ragged
+        self._calibration_error = CalibrationError(self.gamma, calibration)
 
     def observe(self, record: StepRecord) -> None:
         """Add a finished step."""
-        positions = np.arange(1, self.gamma + 1)
-        self.steps += 1
-        self.requests += len(record.slots)
-        self.drafted_tokens += 0 if record.confidence is None else len(record.slots) * self.gamma
-        self.verify_tokens += int(record.verify_lens.sum())
-        self.committed_tokens += int(record.commit_lens.sum())
-        self.verified += (record.verify_lens[:, None] > positions).sum(axis=0)
-        self.accepted += (record.commit_lens[:, None] > positions).sum(axis=0)
-
-    def decided(self, *, draft: bool, uniform: bool) -> None:
-        """Count a decision."""
-        self.decisions["not_drafted" if not draft else "verify_all" if uniform else "trimmed"] += 1
+        self._waiting.append(record)
+        if len(self._waiting) >= FOLD_STEPS:
+            self._fold()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, for JSON."""
-        per_request = max(self.requests, 1)
+        """Plain numbers and lists, for JSON; ``docs`` of the fields are in the README's table."""
+        self._fold()
+        total = dict(zip(LOAD_COLUMNS, self._by_load.sum(axis=0).tolist(), strict=True))
+        steps, requests = int(total["steps"]), int(total["requests"])
         return {
-            "steps": self.steps,
-            "requests": self.requests,
-            "drafted_tokens": self.drafted_tokens,
-            "verify_tokens": self.verify_tokens,
-            "committed_tokens": self.committed_tokens,
-            "accept_length": self.committed_tokens / per_request,
-            "verify_length": self.verify_tokens / per_request,
-            "budget_per_step": (self.verify_tokens - self.requests) / max(self.steps, 1),
-            "verified_per_position": self.verified.tolist(),
-            "accepted_per_position": self.accepted.tolist(),
-            "decisions": dict(self.decisions),
+            "steps": steps,
+            "requests": requests,
+            "drafted_tokens": self._drafted_tokens,
+            "verify_tokens": int(total["verify_tokens"]),
+            "committed_tokens": int(total["committed_tokens"]),
+            "accepted_tokens": int(self._accepted.sum()),
+            "wasted_tokens": int(total["wasted_tokens"]),
+            "accept_length": total["committed_tokens"] / max(requests, 1),
+            "verify_length": total["verify_tokens"] / max(requests, 1),
+            "budget_per_step": (total["verify_tokens"] - requests) / max(steps, 1),
+            "verified_per_position": self._verified.tolist(),
+            "accepted_per_position": self._accepted.tolist(),
+            "decisions": dict(self._decisions),
+            "fallbacks": dict(self._fallbacks),
+            "ragged_verify": self.ragged,
+            "step_time": {
+                "steps": self._timed_steps,
+                "measured_ms": self._measured_ms,
+                "predicted_ms": self._predicted_ms,
+                "error_ms": self._error_ms,
+            },
+            "calibration": self._calibration_error.as_dict(),
+            "by_load": {
+                str(1 << load): dict(zip(LOAD_COLUMNS, row.tolist(), strict=True))
+                for load, row in enumerate(self._by_load)
+                if row[0]
+            },
         }
+
+    def _fold(self) -> None:
+        records, self._waiting = [record for record in self._waiting if len(record.slots)], []
+        if not records:
+            return
+        requests = np.array([len(record.slots) for record in records])
+        verify = np.concatenate([record.verify_lens for record in records])
+        commit = np.concatenate([record.commit_lens for record in records])
+        drafts, accepted = verify - 1, np.minimum(commit, verify) - 1
+        self._verified += _reached(drafts, self.gamma)
+        self._accepted += _reached(accepted, self.gamma)
+        self._drafted_tokens += self.gamma * int(
+            requests[[record.confidence is not None for record in records]].sum()
+        )
+        measured = np.array([np.nan if record.step_ms is None else record.step_ms for record in records], np.float64)
+        self._fold_times(measured, records)
+        for record in records:
+            self._count(record.decision)
+
+        starts = np.cumsum(requests) - requests
+        committed = np.add.reduceat(commit, starts)
+        timed = np.isfinite(measured)
+        columns = [
+            np.ones(len(records)),
+            requests,
+            np.add.reduceat(verify, starts),
+            committed,
+            np.add.reduceat(drafts - accepted, starts),
+            np.where(timed, requests, 0),
+            np.where(timed, committed, 0),
+            np.where(timed, measured, 0.0),
+        ]
+        np.add.at(self._by_load, load_of(requests), np.stack(columns, axis=1))
+
+        drafted = [record for record in records if record.confidence is not None]
+        if drafted:
+            confidence = np.concatenate([record.confidence for record in drafted])
+            lens = np.concatenate([np.stack([record.verify_lens, record.commit_lens]) for record in drafted], axis=1)
+            self._calibration_error.observe(confidence, lens[0] - 1, np.minimum(lens[0], lens[1]) - 1)
+            self._fallbacks["invalid_confidence"] += sum(_any_invalid(record.confidence) for record in drafted)
+
+    def _fold_times(self, measured: np.ndarray, records: list[StepRecord]) -> None:
+        predicted = np.array([getattr(record.decision, "predicted_ms", 0.0) for record in records])
+        both = np.isfinite(measured) & (predicted > 0)
+        measured, predicted = measured[both], predicted[both]
+        self._timed_steps += int(both.sum())
+        self._measured_ms += float(measured.sum())
+        self._predicted_ms += float(predicted.sum())
+        self._error_ms += float(np.abs(measured - predicted).sum())
+
+    def _count(self, decision: Decision | None) -> None:
+        if decision is None:
+            return
+        name = "not_drafted" if not decision.draft else "verify_all" if decision.uniform else "trimmed"
+        self._decisions[name] += 1
+        self._fallbacks["no_cost_table"] += decision.reason == NO_TABLE
+        # The policy did without a draft, and the batch needed the host's full step.
+        self._fallbacks["needs_draft"] += decision.draft and decision.reason.startswith("no draft:")
+
+
+def load_of(requests: np.ndarray) -> np.ndarray:
+    """Index of the load that steps of ``requests`` (at least 1) belong to; the last one has no upper end."""
+    return np.minimum(np.log2(requests).astype(np.int64), LOADS - 1)
+
+
+def _reached(lengths: np.ndarray, gamma: int) -> np.ndarray:
+    """[K] how many of ``lengths`` are at least 1, 2, ..., K."""
+    counts = np.bincount(np.clip(lengths, 0, gamma), minlength=gamma + 1)
+    return counts[::-1].cumsum()[::-1][1:]
+
+
+def _any_invalid(confidence: np.ndarray) -> bool:
+    return not bool(((confidence >= 0.0) & (confidence <= 1.0)).all())

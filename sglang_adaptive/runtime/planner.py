@@ -73,6 +73,7 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             auto_refresh=self._group.world_size == 1,
         )
         self._engine = Engine(config, cost if options.policy else CostModel.empty(), self.gamma)
+        self.counters.begin_serving(self._engine.calibration if config.calibrate else None, self.is_compact_mode)
         self._relay = StepRelay(
             num_slots=pool.req_to_token.shape[0],
             gamma=self.gamma,
@@ -122,7 +123,6 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         )
         if self._log_every and get_parallel().tp_rank == 0:
             logger.info("Step %d of %d requests: %s", self._iteration, len(slots), self.decision)
-        self.counters.decided(draft=self.decision.draft, uniform=self.decision.uniform)
 
     def _learn(self, record: StepRecord) -> None:
         """Feed a finished step to the engine; what comes of this rank's clock takes effect as rank 0 measured it."""
