@@ -103,7 +103,7 @@ def _draft_config(path: str, cfg: Any) -> Any:
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise AdaptiveError(f"The draft model {path} has no config.json: name the folder of a DSpark checkpoint.")
-        if not any(name.endswith(_WEIGHTS) for name in os.listdir(path)):
+        if cfg.load_format != "dummy" and not any(name.endswith(_WEIGHTS) for name in os.listdir(path)):
             raise AdaptiveError(f"The draft model {path} has no weights: name the folder of a whole DSpark checkpoint.")
     try:
         return get_config(
