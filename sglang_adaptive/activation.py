@@ -57,11 +57,11 @@ def activate() -> None:
     """Check the host and the options, and apply the patches that this algorithm needs. Idempotent."""
     from sglang_adaptive.guard import require
     from sglang_adaptive.options import Options
-    from sglang_adaptive.patches import adaptive, registry
+    from sglang_adaptive.patches import adaptive, metrics, registry
 
     require()
     Options.from_env(os.environ)
-    registry.apply(adaptive.PATCHES)
+    registry.apply([*adaptive.PATCHES, *metrics.PATCHES])
 
 
 def _set_mode(mode: str) -> None:

@@ -62,7 +62,7 @@ class Counters:
             self._fold()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, for JSON; ``docs`` of the fields are in the README's table."""
+        """Plain numbers, lists and dicts, for JSON."""
         self._fold()
         total = dict(zip(LOAD_COLUMNS, self._by_load.sum(axis=0).tolist(), strict=True))
         steps, requests = int(total["steps"]), int(total["requests"])
@@ -106,9 +106,7 @@ class Counters:
         drafts, accepted = verify - 1, np.minimum(commit, verify) - 1
         self._verified += _reached(drafts, self.gamma)
         self._accepted += _reached(accepted, self.gamma)
-        self._drafted_tokens += self.gamma * int(
-            requests[[record.confidence is not None for record in records]].sum()
-        )
+        self._drafted_tokens += self.gamma * int(requests[[record.confidence is not None for record in records]].sum())
         measured = np.array([np.nan if record.step_ms is None else record.step_ms for record in records], np.float64)
         self._fold_times(measured, records)
         for record in records:

@@ -17,6 +17,7 @@ from sglang_adaptive.options import Options
 from sglang_adaptive.patches.registry import refuse_foreign_hooks
 from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.runtime import plain
+from sglang_adaptive.runtime.counters import Counters
 from sglang_adaptive.runtime.planner import AdaptiveVerifyPlanner
 from sglang_adaptive.runtime.profiler import profile
 
@@ -89,6 +90,11 @@ class AdaptiveDSparkWorker(host.DSparkWorkerV2):
                 return plain.forward(self, batch, publish)
             planner.draft_after_all()
         return super().forward_batch_generation(batch, publish, grammar_barrier, **kwargs)
+
+    @property
+    def adaptive_counters(self) -> Counters:
+        """What the metrics are written from."""
+        return self._verify_planner.counters
 
     def adaptive_state(self) -> dict[str, Any]:
         """What /server_info shows of this rank."""
