@@ -48,9 +48,11 @@ METRICS = (
     Metric("load_requests_total", "Requests summed over finished decode steps, by load.", ("load",)),
     Metric("verify_tokens_total", "Tokens verified, one anchor per request and step among them, by load.", ("load",)),
     Metric("committed_tokens_total", "Tokens that came out of decode steps, by load.", ("load",)),
-    Metric("timed_requests_total", "Requests summed over the steps whose time is known, by load.", ("load",)),
+    Metric("timed_steps_total", "Finished decode steps whose time is known, by load.", ("load",)),
     Metric("timed_tokens_total", "Tokens that came out of the steps whose time is known, by load.", ("load",)),
-    Metric("timed_step_seconds_total", "Time of the decode steps whose time is known, by load.", ("load",)),
+    Metric("timed_step_seconds_total", "Time of the steps whose time is known, by load.", ("load",)),
+    Metric("timed_request_seconds_total", "The same, times the requests in each step, by load.", ("load",)),
+    Metric("measured_steps_total", "Steps whose time was predicted and measured."),
     Metric("predicted_step_seconds_total", "Predicted time of the steps whose time was predicted and measured."),
     Metric("measured_step_seconds_total", "Measured time of the steps whose time was predicted and measured."),
     Metric("step_error_seconds_total", "Absolute difference of predicted and measured step time, summed over steps."),
@@ -68,9 +70,10 @@ _BY_LOAD = {
     "load_requests_total": ("requests", 1.0),
     "verify_tokens_total": ("verify_tokens", 1.0),
     "committed_tokens_total": ("committed_tokens", 1.0),
-    "timed_requests_total": ("timed_requests", 1.0),
+    "timed_steps_total": ("timed_steps", 1.0),
     "timed_tokens_total": ("timed_tokens", 1.0),
     "timed_step_seconds_total": ("measured_ms", 1e-3),
+    "timed_request_seconds_total": ("request_ms", 1e-3),
 }
 
 
@@ -88,6 +91,7 @@ def samples(state: dict[str, Any]) -> Iterator[Sample]:
         yield from ((name, (load,), sums[column] * unit) for name, (column, unit) in _BY_LOAD.items())
     for name in ("predicted", "measured"):
         yield f"{name}_step_seconds_total", (), state["step_time"][f"{name}_ms"] * 1e-3
+    yield "measured_steps_total", (), state["step_time"]["steps"]
     yield "step_error_seconds_total", (), state["step_time"]["error_ms"] * 1e-3
     calibration = state["calibration"]
     if calibration["error"] is not None:

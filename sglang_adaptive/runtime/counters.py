@@ -15,16 +15,18 @@ FOLD_STEPS = 64
 LOADS = 11
 DECISIONS = ("verify_all", "trimmed", "not_drafted")
 FALLBACKS = ("no_cost_table", "needs_draft", "invalid_confidence")
-# Columns of the sums by load, all over finished steps. Those of timed steps are for rates.
+# Columns of the sums by load. The last four are of the steps whose time is known: tokens per second are
+# timed_tokens / measured_ms over the server, and timed_tokens / request_ms for one request.
 LOAD_COLUMNS = (
     "steps",
     "requests",
     "verify_tokens",
     "committed_tokens",
     "wasted_tokens",
-    "timed_requests",
+    "timed_steps",
     "timed_tokens",
     "measured_ms",
+    "request_ms",
 )
 
 
@@ -121,9 +123,10 @@ class Counters:
             np.add.reduceat(verify, starts),
             committed,
             np.add.reduceat(drafts - accepted, starts),
-            np.where(timed, requests, 0),
+            timed,
             np.where(timed, committed, 0),
             np.where(timed, measured, 0.0),
+            np.where(timed, measured * requests, 0.0),
         ]
         np.add.at(self._by_load, load_of(requests), np.stack(columns, axis=1))
 
