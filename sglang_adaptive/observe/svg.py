@@ -84,8 +84,8 @@ def span(*values: np.ndarray, zero: bool = False, log: bool = False) -> tuple[fl
 
 @dataclass
 class Plot:
-    """One chart. ``name`` becomes the id ``chart-NAME``; marks are drawn in the order in which they are added. ``margin``
-    is the least room on the left, so that charts can stand in line."""
+    """One chart. ``name`` becomes the id ``chart-NAME``; marks are drawn in the order in which they are added.
+    ``margin`` is the least room on the left, so that charts can stand in line."""
 
     name: str
     title: str
