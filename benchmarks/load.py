@@ -3,18 +3,21 @@
 A fixed number of workers each keep one request going. What counts is a steady window: it begins when every worker has
 received a first token (plus a moment to settle) and ends before the load is cut off, so ramp-up and tail are outside.
 The first request of each worker is shortened to a different length, or all of them would end in the same step.
+
+Many workers are spread over processes (``streams``, ``load_worker``), and what the generator itself needed is reported
+with every measurement: a generator without a core to spare measures itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
+import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,11 @@ import aiohttp
 
 from sglang_adaptive.benchmarks.prompts import Prompts, SyntheticPrompts, read_packed
 from sglang_adaptive.benchmarks.result import summarize
+from sglang_adaptive.benchmarks.shares import LocalShare, RemoteShare, Share
+from sglang_adaptive.benchmarks.stats import percentiles
+from sglang_adaptive.benchmarks.streams import Request
 
-ERRORS_IN_A_ROW = 3
-MAX_LINE = 1 << 20
+STREAMS_PER_PROCESS = 32
 
 
 @dataclass(frozen=True)
@@ -61,132 +66,100 @@ class Load:
         return {**self.prompts.request(index, self.seed), "sampling_params": sampling, "stream": True}
 
 
-@dataclass
-class Request:
-    """What was seen of one request: send time, ``(time, output tokens so far)`` per chunk (s), and its last meta_info.
-
-    ``cut`` says that we ended it before its length.
-    """
-
-    sent: float
-    stamps: list[tuple[float, int]] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
-    done: bool = False
-    cut: bool = False
-    error: str | None = None
+def processes_for(concurrency: int, cores: int | None = None) -> int:
+    """How many processes send ``concurrency`` requests: one for each 32, on at most a third of the cores."""
+    cores = cores or len(os.sched_getaffinity(0))
+    return max(1, min(-(-concurrency // STREAMS_PER_PROCESS), cores // 3))
 
 
 class Runner:
-    """One run of a Load; ``requests`` and ``window`` are what it leaves."""
+    """One run of a Load; ``requests``, ``window`` and ``generator`` (what sending took) are what it leaves."""
 
-    def __init__(self, url: str, load: Load) -> None:
+    def __init__(self, url: str, load: Load, processes: int | None = None) -> None:
         self.url, self.load = url.rstrip("/"), load
+        self.processes = processes or processes_for(load.concurrency)
         self.requests: list[Request] = []
         self.window: tuple[float, float] | None = None
-        self._index = itertools.count()
-        self._stopping = False
-        self._decoding: set[int] = set()
-        self._all_decoding = asyncio.Event()
-        self._first_idle: float | None = None
+        self.generator: dict[str, Any] = {}
 
     async def run(self) -> None:
         """Send the load; raises RuntimeError where no window could be measured."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=self.load.ramp_timeout)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=MAX_LINE) as self._http:
-            workers = [asyncio.create_task(self._work(worker)) for worker in range(self.load.concurrency)]
-            together = asyncio.gather(*workers, return_exceptions=True)
-            try:
-                await self._measure(together)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await together
-        for outcome in together.result():
-            if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
-                raise outcome
+        count = self.processes
+        shares: list[Share] = [
+            LocalShare(self.url, self.load) if count == 1 else RemoteShare(self.url, self.load, first, count)
+            for first in range(count)
+        ]
+        try:
+            for share in shares:
+                await share.start()
+            await self._measure(shares)
+        finally:
+            for share in shares:
+                await share.close()
+            self.requests = [request for share in shares for request in share.requests]
+        self.generator = self._overhead(shares)
 
-    async def _measure(self, workers: asyncio.Future[Any]) -> None:
-        ramp = asyncio.create_task(self._all_decoding.wait())
-        await asyncio.wait({ramp, workers}, timeout=self.load.ramp_timeout, return_when=asyncio.FIRST_COMPLETED)
-        ramp.cancel()
-        if not self._all_decoding.is_set():
-            raise RuntimeError(
-                f"{len(self._decoding)} of {self.load.concurrency} requests got a first token within "
-                f"{self.load.ramp_timeout:g} s; {self._errors() or 'no error was answered'}"
-            )
-        if self.load.seconds is None:
+    async def _measure(self, shares: list[Share]) -> None:
+        everybody = asyncio.gather(*(share.decoding.wait() for share in shares))
+        over = asyncio.gather(*(asyncio.shield(share.finished) for share in shares), return_exceptions=True)
+        try:
+            await asyncio.wait({everybody, over}, timeout=self.load.ramp_timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not everybody.done():
+                await self._stop(shares, over)
+                raise RuntimeError(self._not_ramped(shares))
+            if self.load.seconds is None:
+                begin = time.perf_counter()
+                await over
+                idle = [share.first_idle for share in shares if share.first_idle is not None]
+                self.window = (begin, max(min(idle, default=begin), begin))
+                return
+            await asyncio.sleep(self.load.settle_seconds)
             begin = time.perf_counter()
-            await workers
-            self.window = (begin, max(self._first_idle or begin, begin))
-            return
-        await asyncio.sleep(self.load.settle_seconds)
-        begin = time.perf_counter()
-        await asyncio.wait({workers}, timeout=self.load.seconds)
-        self.window = (begin, time.perf_counter())
-        if workers.done():
-            raise RuntimeError(f"the load ended early: {self._errors()}")
-        await self._stop(workers)
+            await asyncio.wait({over}, timeout=self.load.seconds)
+            self.window = (begin, time.perf_counter())
+            if over.done():
+                raise RuntimeError(f"the load ended early: {errors_of(shares)}")
+            await self._stop(shares, over)
+        finally:
+            everybody.cancel()
+            over.cancel()
+            await asyncio.gather(everybody, over, return_exceptions=True)
+        for share in shares:
+            share.finished.result()
 
-    async def _stop(self, workers: asyncio.Future[Any]) -> None:
+    def _not_ramped(self, shares: list[Share]) -> str:
+        started = sum(bool(request.stamps) for share in shares for request in share.requests)
+        return (
+            f"{min(started, self.load.concurrency)} of {self.load.concurrency} requests got a first token within "
+            f"{self.load.ramp_timeout:g} s; {errors_of(shares) or 'no error was answered'}"
+        )
+
+    async def _stop(self, shares: list[Share], over: asyncio.Future[Any]) -> None:
         """End what runs: an aborted request still answers its statistics. One that the server had not dispatched yet
         misses the call, hence again."""
-        self._stopping = True
+        for share in shares:
+            share.stop()
         for _ in range(60):
+            if over.done():
+                return
             await post(f"{self.url}/abort_request", {"rid": "", "abort_all": True})
-            await asyncio.wait({workers}, timeout=0.5)
-            if workers.done():
-                return
+            await asyncio.wait({over}, timeout=0.5)
 
-    async def _work(self, worker: int) -> None:
-        failures = 0
-        while not self._stopping and failures < ERRORS_IN_A_ROW:
-            index = next(self._index)
-            if self.load.requests is not None and index >= self.load.requests:
-                break
-            request = Request(time.perf_counter())
-            self.requests.append(request)
-            try:
-                await self._stream(request, self.load.body(index), worker)
-            except (TimeoutError, aiohttp.ClientError, ValueError) as error:
-                request.error = f"{type(error).__name__}: {error}"
-            failures = failures + 1 if request.error else 0
-        self._first_idle = self._first_idle or time.perf_counter()
+    def _overhead(self, shares: list[Share]) -> dict[str, Any]:
+        """``busy``: CPU time of the busiest process over the window's length; ``lag_ms``: how late it woke up."""
+        begin, end = self.window or (0.0, 0.0)
+        busy, lags = [0.0], []
+        for share in shares:
+            inside = [sample for sample in share.samples if begin <= sample.at <= end]
+            lags += [sample.lag for sample in inside]
+            if len(inside) > 1 and inside[-1].at > inside[0].at:
+                busy.append((inside[-1].cpu - inside[0].cpu) / (inside[-1].at - inside[0].at))
+        return {"processes": len(shares), "busy": max(busy), "lag_ms": percentiles(lags, 1e3)}
 
-    async def _stream(self, request: Request, body: dict[str, Any], worker: int) -> None:
-        async with self._http.post(f"{self.url}/generate", json=body) as response:
-            if response.status != 200:
-                request.error = f"HTTP {response.status}: {(await response.text())[:300]}"
-                return
-            async for line in response.content:
-                if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
-                    continue
-                self._chunk(request, json.loads(line[5:]), worker)
-        if not request.done and request.error is None:
-            request.error = "the stream ended without a finish reason"
 
-    def _chunk(self, request: Request, chunk: dict[str, Any], worker: int) -> None:
-        now = time.perf_counter()
-        if "meta_info" not in chunk:
-            request.error = f"answered {json.dumps(chunk)[:300]}"
-            return
-        request.meta = meta = chunk["meta_info"]
-        tokens = meta.get("completion_tokens") or 0
-        if tokens and (not request.stamps or tokens > request.stamps[-1][1]):
-            request.stamps.append((now, tokens))
-            self._decoding.add(worker)
-            if len(self._decoding) == self.load.concurrency:
-                self._all_decoding.set()
-        reason = meta.get("finish_reason")
-        if reason is None:
-            return
-        request.done = True
-        if reason.get("type") == "abort":
-            request.cut = self._stopping
-            request.error = None if self._stopping else f"aborted by the server: {reason.get('message')}"
-
-    def _errors(self) -> str:
-        return "; ".join(sorted({request.error for request in self.requests if request.error})[:3])
+def errors_of(shares: Sequence[Share]) -> str:
+    """The first few different errors that requests met."""
+    return "; ".join(sorted({r.error for share in shares for r in share.requests if r.error})[:3])
 
 
 async def server_state(url: str) -> dict[str, Any]:
@@ -217,10 +190,10 @@ async def post(url: str, body: dict[str, Any] | None = None) -> None:
         raise RuntimeError(f"{url} did not answer: {type(error).__name__}") from error
 
 
-async def measure(url: str, load: Load) -> dict[str, Any]:
+async def measure(url: str, load: Load, processes: int | None = None) -> dict[str, Any]:
     """Run ``load`` and return its aggregates (see result.summarize). Raises RuntimeError where none can be had."""
     before = await server_state(url)
-    runner = Runner(url, load)
+    runner = Runner(url, load, processes)
     begin = time.perf_counter()
     await runner.run()
     whole = time.perf_counter() - begin
@@ -230,6 +203,7 @@ async def measure(url: str, load: Load) -> dict[str, Any]:
         "concurrency": load.concurrency,
         "temperature": load.temperature,
         "wall_seconds": whole,
+        "generator": runner.generator,
     }
 
 
@@ -244,11 +218,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--prompts", type=Path, help="packed prompts; without it random token ids")
     parser.add_argument("--template", default="{prompt}")
+    parser.add_argument("--token-ids", type=int, nargs=2, default=(1000, 10000), metavar=("LOW", "HIGH"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, help="send from so many (default: by concurrency and cores)")
     arguments = parser.parse_args(argv)
     if arguments.requests is not None and arguments.requests < arguments.concurrency:
         parser.error("--requests must not be below --concurrency")
-    prompts: Prompts = SyntheticPrompts((1000, 10000), (64, 64))
+    prompts: Prompts = SyntheticPrompts(tuple(arguments.token_ids), (64, 64))
     if arguments.prompts:
         prompts = Prompts(read_packed(arguments.prompts, template=arguments.template))
     load = Load(
@@ -260,5 +236,5 @@ def main(argv: Sequence[str]) -> int:
         temperature=arguments.temperature,
         seed=arguments.seed,
     )
-    print(json.dumps(asyncio.run(measure(arguments.url, load)), indent=1))
+    print(json.dumps(asyncio.run(measure(arguments.url, load, arguments.processes)), indent=1))
     return 0

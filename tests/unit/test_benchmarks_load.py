@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestServer
 
-from sglang_adaptive.benchmarks.load import Load, Request, Runner, measure
+from sglang_adaptive.benchmarks.load import Load, Runner, measure, processes_for
 from sglang_adaptive.benchmarks.prompts import Prompts, SyntheticPrompts
 from sglang_adaptive.benchmarks.result import difference, summarize, tokens_until
 from sglang_adaptive.benchmarks.stats import geomean, percentile, ratio, spread
+from sglang_adaptive.benchmarks.streams import Request
 from tests.fake_server import FakeServer
 
 PROMPTS = SyntheticPrompts((10, 20), (3, 5))
