@@ -61,6 +61,7 @@ RELIED_ON: tuple[str, ...] = (
     f"{_VERIFY}.DsparkVerifyEpilogue",
     f"{_VERIFY}.accept_draft_tokens",
     f"{_SPEC}.dspark_components.dspark_draft.DraftBlockProposer",
+    f"{_SPEC}.dspark_components.dspark_draft.DraftBlockResult",
     f"{_SPEC}.dspark_components.dspark_config.resolve_runtime_config",
     f"{_SPEC}.base_spec_worker.BaseSpecWorker",
     f"{_RAGGED}.RaggedVerifyMode",

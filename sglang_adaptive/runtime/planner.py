@@ -22,9 +22,10 @@ from sglang_adaptive.policy.allocation import allocate
 from sglang_adaptive.policy.budget import Decision
 from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.engine import Engine, PolicyConfig
+from sglang_adaptive.runtime import trace_features
 from sglang_adaptive.runtime.counters import Counters
 from sglang_adaptive.runtime.relay import OVERLAP_LAG, SYNC_LAG, StepRecord, StepRelay
-from sglang_adaptive.runtime.trace import TraceRecorder
+from sglang_adaptive.runtime.trace import TraceRecorder, describe
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         self._calibration: torch.Tensor | None = None
         self._calibration_version = -1
         self._trace: TraceRecorder | None = None
+        self._draft_columns: torch.Tensor | None = None
         self._priorities: Priorities | None = None
         self._weights: np.ndarray | None = None
         self._log_every = False
@@ -80,9 +82,10 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             max_requests=max_requests,
             device=self.device,
             lag=SYNC_LAG if get_schedule().disable_overlap_schedule else OVERLAP_LAG,
+            extra=trace_features.width(self.gamma) if self.traces(options) else 0,
         )
-        if options.trace is not None and get_parallel().tp_rank == 0:
-            self._trace = TraceRecorder(options.trace, self.gamma)
+        if self.traces(options):
+            self._trace = TraceRecorder(options.trace, self.gamma, meta=describe(self.model_runner.server_args))
         self._ones = torch.ones(max_requests, dtype=torch.int32, device=self.device)
         self._log_every = options.log_decisions == "every"
         if options.priority_weight > 0:
@@ -91,6 +94,14 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             identity = torch.tensor([[0.0], [1.0]], device=self.device).repeat(1, self.gamma)
             self._calibration = identity
             self._allocate = compiled_allocation(max_requests, config, identity)
+
+    def traces(self, options: Options) -> bool:
+        """Whether this rank records a trace."""
+        return options.trace is not None and get_parallel().tp_rank == 0
+
+    def see_draft(self, columns: torch.Tensor) -> None:
+        """Keep the ``trace_features.draft_columns`` of the step that is being launched, for its trace."""
+        self._draft_columns = columns
 
     # -- before the launch, on the CPU, while the device runs the previous step --
 
@@ -239,7 +250,10 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             verify_lens=lens,
             commit_lens=commit_lens,
             decision=self.decision,
+            tier=0 if self._layout is None else self._layout.graph_num_tokens,
+            extra=None if confidence is None else self._draft_columns,
         )
+        self._draft_columns = None
 
 
 class Priorities:

@@ -36,6 +36,8 @@ class StepRecord:
         commit_lens: [R] int64 committed tokens, the bonus token included.
         step_ms: time since the step before it, in ms; None where that was no decode step.
         decision: what the policy had decided for it.
+        tier: tokens of the graph that it ran in; 0 where that is not known.
+        extra: [R, extra] float32 columns for the trace, where it is on.
     """
 
     iteration: int
@@ -47,6 +49,8 @@ class StepRecord:
     commit_lens: np.ndarray
     step_ms: float | None
     decision: Any = None
+    tier: int = 0
+    extra: np.ndarray | None = None
 
 
 @dataclass
@@ -59,6 +63,7 @@ class _Flight:
     done: Any
     mark: Any
     decision: Any
+    tier: int
 
 
 class StepRelay:
@@ -70,9 +75,10 @@ class StepRelay:
         max_requests: most requests in a batch.
         device: where the steps run.
         lag: how many iterations old a step must be before it is read (``OVERLAP_LAG`` or ``SYNC_LAG``).
+        extra: most columns that a step may carry besides.
     """
 
-    def __init__(self, *, num_slots: int, gamma: int, max_requests: int, device: str, lag: int) -> None:
+    def __init__(self, *, num_slots: int, gamma: int, max_requests: int, device: str, lag: int, extra: int = 0) -> None:
         self.gamma, self.lag = gamma, lag
         self._cuda = torch.device(device).type == "cuda"
         self._confidence = np.ones((num_slots, gamma), dtype=np.float32)
@@ -80,7 +86,8 @@ class StepRelay:
         # One buffer for the step that runs, one for each step that is not old enough yet, one to spare.
         depth = lag + 2
         self._buffers = deque(
-            torch.empty((max_requests, gamma + 2), dtype=torch.float32, pin_memory=self._cuda) for _ in range(depth)
+            torch.empty(max_requests * (gamma + 2 + extra), dtype=torch.float32, pin_memory=self._cuda)
+            for _ in range(depth)
         )
         self._flights: deque[_Flight] = deque()
         self._stream = torch.cuda.Stream() if self._cuda else None
@@ -99,19 +106,21 @@ class StepRelay:
         verify_lens: torch.Tensor | None,
         commit_lens: torch.Tensor | None,
         decision: Any = None,
+        tier: int = 0,
+        extra: torch.Tensor | None = None,
     ) -> None:
-        """Start the copy of a step just launched, in stream order. Device tensors: [R, K], [R] and [R].
+        """Start the copy of a step just launched, in stream order. Device tensors: [R, K], [R], [R] and [R, extra].
 
-        All three are None for a step that did not draft: one token each, so there is nothing to copy.
+        All of them are None for a step that did not draft: one token each, so there is nothing to copy.
         """
         host = done = None
         if confidence is not None:
-            packed = torch.cat(
-                [confidence.float(), verify_lens.float().unsqueeze(1), commit_lens.float().unsqueeze(1)], dim=1
-            )
-            host = self._take_buffer(len(slots))
+            columns = [confidence.float(), verify_lens.float().unsqueeze(1), commit_lens.float().unsqueeze(1)]
+            packed = torch.cat(columns if extra is None else [*columns, extra], dim=1)
+            host = self._take_buffer(*packed.shape)
             done = self._start_copy(packed, host)
-        self._flights.append(_Flight(iteration, slots, generations, kv_tokens, host, done, self._mark(), decision))
+        mark = self._mark()
+        self._flights.append(_Flight(iteration, slots, generations, kv_tokens, host, done, mark, decision, tier))
 
     def _start_copy(self, packed: torch.Tensor, host: torch.Tensor) -> Any:
         if not self._cuda:
@@ -149,13 +158,14 @@ class StepRelay:
             self._marks.append(last.mark)
         return ms
 
-    def _take_buffer(self, rows: int) -> torch.Tensor:
+    def _take_buffer(self, rows: int, columns: int) -> torch.Tensor:
         if not self._buffers:
             raise RuntimeError("a step was published before the earlier ones were collected")
         buffer = self._buffers.popleft()
-        if buffer.shape[0] < rows:
-            buffer = torch.empty((rows, self.gamma + 2), dtype=torch.float32, pin_memory=self._cuda)
-        return buffer[:rows]
+        if buffer.numel() < rows * columns:
+            buffer = torch.empty(rows * columns, dtype=torch.float32, pin_memory=self._cuda)
+        # Contiguous: the copy into a strided destination would wait.
+        return buffer[: rows * columns].view(rows, columns)
 
     def collect(self, iteration: int) -> list[StepRecord]:
         """Steps that are old enough at ``iteration``, oldest first; their confidences become readable."""
@@ -163,7 +173,7 @@ class StepRelay:
         while self._flights and self._flights[0].iteration <= iteration - self.lag:
             flight = self._flights.popleft()
             step_ms = self._step_ms(flight)
-            confidence, verify_lens, commit_lens = self._land(flight)
+            confidence, verify_lens, commit_lens, extra = self._land(flight)
             if confidence is not None:
                 self._confidence[flight.slots] = confidence
                 self._generation[flight.slots] = flight.generations
@@ -178,21 +188,25 @@ class StepRelay:
                     commit_lens=commit_lens,
                     step_ms=step_ms,
                     decision=flight.decision,
+                    tier=flight.tier,
+                    extra=extra,
                 )
             )
         return records
 
-    def _land(self, flight: _Flight) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+    def _land(self, flight: _Flight) -> tuple[np.ndarray | None, np.ndarray, np.ndarray, np.ndarray | None]:
         if flight.host is None:
             ones = np.ones(len(flight.slots), dtype=np.int64)
-            return None, ones, ones
+            return None, ones, ones, None
         if flight.done is not None:
             flight.done.synchronize()  # the host has processed this step's results: nothing is left to wait for
         rows = flight.host.numpy().copy()
         base = flight.host._base
         self._buffers.append(flight.host if base is None else base)
-        lens = rows[:, self.gamma :].astype(np.int64)
-        return rows[:, : self.gamma], lens[:, 0], lens[:, 1]
+        past = self.gamma + 2
+        lens = rows[:, self.gamma : past].astype(np.int64)
+        extra = rows[:, past:] if rows.shape[1] > past else None
+        return rows[:, : self.gamma], lens[:, 0], lens[:, 1], extra
 
     def read(self, slots: np.ndarray, generations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Newest readable confidences of these requests: [R, K] float32, and [R] bool, False where there are none."""

@@ -17,9 +17,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from sglang_adaptive import __version__
 from sglang_adaptive.policy.budget import Decision
 from sglang_adaptive.policy.logistic import logit
 from sglang_adaptive.runtime.relay import StepRecord
+from sglang_adaptive.runtime.trace_features import DraftFeatures
 from sglang_adaptive.runtime.trace_format import (
     BLOCK,
     DECIDED,
@@ -27,6 +29,7 @@ from sglang_adaptive.runtime.trace_format import (
     FEATURED,
     HEAD,
     MAGIC,
+    MARGIN_LIMIT,
     REASONS,
     ROW_TYPE,
     STEP,
@@ -35,7 +38,7 @@ from sglang_adaptive.runtime.trace_format import (
 )
 from sglang_adaptive.runtime.trace_reader import Trace, read_trace
 
-__all__ = ["Trace", "TraceRecorder", "read_trace"]
+__all__ = ["Trace", "TraceRecorder", "describe", "read_trace"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,23 +84,15 @@ class TraceRecorder:
     def recording(self) -> bool:
         return self._on
 
-    def record(
-        self,
-        step: StepRecord,
-        decision: Decision | None,
-        *,
-        tier: int = 0,
-        max_probability: np.ndarray | None = None,
-        entropy: np.ndarray | None = None,
-    ) -> None:
+    def record(self, step: StepRecord, decision: Decision | None) -> None:
         """Take a finished step and the decision that it ran with, once per step and in order.
 
-        ``max_probability`` and ``entropy`` [R, K] describe the draft distributions; both or none.
+        The step's ``extra`` are ``trace_features.draft_columns``, or None.
         """
         if not self._on:
             return
         # The host may reuse the memory of slots and generations before the block is written.
-        entry = _Entry(step, decision, tier, np.array(step.slots), np.array(step.generations), max_probability, entropy)
+        entry = _Entry(step, decision, np.array(step.slots), np.array(step.generations))
         try:
             self._waiting.put_nowait(entry)
         except queue.Full:
@@ -166,15 +161,15 @@ class TraceRecorder:
 class _Entry:
     step: StepRecord
     decision: Decision | None
-    tier: int
     slots: np.ndarray
     generations: np.ndarray
-    max_probability: np.ndarray | None
-    entropy: np.ndarray | None
 
-    @property
-    def featured(self) -> bool:
-        return self.max_probability is not None and self.entropy is not None
+
+def describe(server_args: Any) -> dict[str, str]:
+    """What a trace's ``meta`` says of a server: names, never whole paths."""
+    models = {"model": server_args.model_path, "draft": server_args.speculative_draft_model_path}
+    names = {name: Path(str(path)).name for name, path in models.items()}
+    return {"sglang_adaptive": __version__, **names, "device": str(server_args.device), "dtype": str(server_args.dtype)}
 
 
 def _create(path: Path) -> BinaryIO:
@@ -195,8 +190,8 @@ def _encode(entries: list[_Entry], gamma: int) -> bytes:
     at = 0
     for mine, entry in zip(steps, entries, strict=True):
         step, decision, requests = entry.step, entry.decision, len(entry.slots)
-        drafted = DRAFTED * (step.confidence is not None) | FEATURED * entry.featured
-        mine["iteration"], mine["requests"], mine["tier"] = step.iteration, requests, entry.tier
+        drafted = DRAFTED * (step.confidence is not None) | FEATURED * (step.extra is not None)
+        mine["iteration"], mine["requests"], mine["tier"] = step.iteration, requests, step.tier
         mine["kv_tokens"] = step.kv_tokens
         mine["step_ms"] = np.nan if step.step_ms is None else step.step_ms
         mine["flags"] = drafted
@@ -210,11 +205,14 @@ def _encode(entries: list[_Entry], gamma: int) -> bytes:
         block["slot"], block["generation"] = entry.slots, entry.generations
         block["verified"] = np.clip(step.verify_lens - 1, 0, gamma)
         block["accepted"] = np.clip(step.commit_lens - 1, 0, block["verified"])
+        block["temperature"] = np.nan if step.extra is None else step.extra[:, -1]
         at += requests
     confidence = [entry.step.confidence for entry in entries if entry.step.confidence is not None]
-    maxima = [entry.max_probability for entry in entries if entry.featured]
-    spreads = [entry.entropy for entry in entries if entry.featured]
-    features = np.stack([_log_odds(maxima, gamma), _joined(spreads, gamma)], axis=2).astype("<f2")
+    featured = [DraftFeatures.of(entry.step.extra) for entry in entries if entry.step.extra is not None]
+    maxima = _log_odds([each.max_probability for each in featured], gamma)
+    spreads = _joined([each.entropy for each in featured], gamma)
+    margins = np.minimum(_joined([each.margin for each in featured], gamma), MARGIN_LIMIT)
+    features = np.stack([maxima, spreads, margins], axis=2).astype("<f2")
     return b"".join(part.tobytes() for part in (steps, rows, _log_odds(confidence, gamma), features))
 
 

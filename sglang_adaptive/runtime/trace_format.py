@@ -1,6 +1,6 @@
 """A trace of every decode step: what was known, decided, verified, accepted and measured.
 
-Format, version 1, little-endian, made of blocks. A file begins with the 8 bytes ``SGADTRC1``. A block is a 20-byte head
+Format, version 2, little-endian, made of blocks. A file begins with the 8 bytes ``SGADTRC2``. A block is a 20-byte head
 (``<4sIIII``: tag, steps in it, bytes of its payload, CRC-32 of the payload, steps lost before it) and its payload.
 
 ``HEAD``, the first block, is JSON: ``gamma`` (K), ``reasons`` (the decision's reason, by number) and ``meta`` (text by
@@ -8,11 +8,12 @@ name). Every other block is ``STEP``; its payload is zlib-compressed and holds o
 
 * ``STEP_TYPE`` per step. ``requests`` is R; ``tier`` the graph size in tokens (0: unknown); ``flags`` are ``DRAFTED``,
   ``UNIFORM``, ``DECIDED`` (a decision was known) and ``FEATURED``; times are ms and NaN where there are none.
-* ``ROW_TYPE`` per request of every step, in the order of the batch: drafts verified, and of those accepted.
+* ``ROW_TYPE`` per request of every step, in the order of the batch: drafts verified, of those accepted, and the
+  temperature of the draft (0: greedy; NaN without features).
 * float16 [K] per request of every drafted step: log-odds of its raw confidences, limited to +-12 (so 0 and 1 become
   6e-6 and 1 - 6e-6); NaN where a confidence is no probability.
-* float16 [K, 2] per request of every featured step: log-odds of the draft distribution's maximum, and its entropy
-  (nats).
+* float16 [K, 3] per request of every featured step, of the distributions that the drafts come from: log-odds of the
+  maximum, entropy (nats), and margin (log of the likeliest token's probability over the second's, at most 24).
 
 A killed server leaves at most one incomplete block, at the end; readers stop there.
 """
@@ -25,7 +26,7 @@ import numpy as np
 
 from sglang_adaptive.policy import budget, engine, saturation
 
-MAGIC = b"SGADTRC1"
+MAGIC = b"SGADTRC2"
 BLOCK = struct.Struct("<4sIIII")
 HEAD, STEP = b"HEAD", b"STEP"
 DRAFTED, UNIFORM, DECIDED, FEATURED = 1, 2, 4, 8
@@ -44,7 +45,11 @@ STEP_TYPE = np.dtype(
         ("reason", "u1"),
     ]
 )
-ROW_TYPE = np.dtype([("slot", "<u4"), ("generation", "<i8"), ("verified", "u1"), ("accepted", "u1")])
+ROW_TYPE = np.dtype(
+    [("slot", "<u4"), ("generation", "<i8"), ("verified", "u1"), ("accepted", "u1"), ("temperature", "<f2")]
+)
+FEATURES = 3
+MARGIN_LIMIT = 24.0
 REASONS = (
     "other",
     budget.NO_TABLE,

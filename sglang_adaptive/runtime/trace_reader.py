@@ -16,6 +16,7 @@ from sglang_adaptive.runtime.trace_format import (
     BLOCK,
     DRAFTED,
     FEATURED,
+    FEATURES,
     HEAD,
     MAGIC,
     MAX_BLOCK_BYTES,
@@ -38,7 +39,7 @@ class Trace:
         rows: [N] ``ROW_TYPE``; those of step s are ``rows[start[s]:start[s + 1]]``.
         start: [S + 1] int64.
         confidence: [N, K] float32 raw confidences; NaN rows where the step did not draft.
-        max_probability, entropy: [N, K] float32; NaN rows where the step has no features.
+        max_probability, entropy, margin: [N, K] float32; NaN rows where the step has no features.
         lost: steps that could not be recorded.
         truncated: the file ends in the middle of a block.
     """
@@ -52,6 +53,7 @@ class Trace:
     confidence: np.ndarray
     max_probability: np.ndarray
     entropy: np.ndarray
+    margin: np.ndarray
     lost: int
     truncated: bool
 
@@ -153,7 +155,9 @@ def _decode(raw: bytes, count: int, gamma: int, reasons: int) -> tuple[np.ndarra
         raise _Broken("has impossible values")
     featured = np.repeat(steps["flags"] & FEATURED, requests).astype(bool)
     width = 2 * gamma
-    expected = at + drafted.size * ROW_TYPE.itemsize + int(drafted.sum()) * width + int(featured.sum()) * 2 * width
+    expected = (
+        at + drafted.size * ROW_TYPE.itemsize + int(drafted.sum()) * width + int(featured.sum()) * FEATURES * width
+    )
     if expected != len(raw):
         raise _Broken("has a block of another size than it says")
     rows = np.frombuffer(raw, ROW_TYPE, drafted.size, at)
@@ -161,13 +165,15 @@ def _decode(raw: bytes, count: int, gamma: int, reasons: int) -> tuple[np.ndarra
     if (rows["verified"] > gamma).any() or (rows["accepted"] > rows["verified"]).any():
         raise _Broken("has impossible values")
     confidence = np.frombuffer(raw, "<f2", int(drafted.sum()) * gamma, at).reshape(-1, gamma)
-    features = np.frombuffer(raw, "<f2", int(featured.sum()) * width, at + confidence.nbytes).reshape(-1, gamma, 2)
+    features = np.frombuffer(raw, "<f2", int(featured.sum()) * FEATURES * gamma, at + confidence.nbytes)
+    features = features.reshape(-1, gamma, FEATURES)
     return (
         steps,
         rows,
         _spread(sigmoid(confidence.astype(np.float32)), drafted),
         _spread(sigmoid(features[..., 0].astype(np.float32)), featured),
         _spread(features[..., 1].astype(np.float32), featured),
+        _spread(features[..., 2].astype(np.float32), featured),
     )
 
 

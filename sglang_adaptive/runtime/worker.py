@@ -20,6 +20,7 @@ from sglang_adaptive.runtime import plain
 from sglang_adaptive.runtime.counters import Counters
 from sglang_adaptive.runtime.planner import AdaptiveVerifyPlanner
 from sglang_adaptive.runtime.profiler import profile
+from sglang_adaptive.runtime.trace_features import watch_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class AdaptiveDSparkWorker(host.DSparkWorkerV2):
         self._verify_planner.begin_serving(
             cost=self._cost, options=self._options, max_requests=self.model_runner.max_running_requests
         )
+        if ragged and self._verify_planner.traces(self._options):
+            watch_drafts(self._proposer, self._verify_planner.see_draft)
 
     def forward_batch_generation(
         self,

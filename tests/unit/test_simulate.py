@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -121,9 +122,10 @@ def steps(tmp_path, count=120, requests=16, bias=2.0, features=False):
         odds = rng.normal(0.5, 1.5, (requests, 3))
         raw = 1 / (1 + np.exp(-(odds + bias)))
         passed = np.logical_and.accumulate(rng.random(odds.shape) < 1 / (1 + np.exp(-odds)), axis=1).sum(axis=1)
-        record = StepRecord(n, np.arange(requests), np.zeros(requests), 1.0, raw, np.full(requests, 4), passed + 1, 1.0)
-        extra = {"max_probability": 1 / (1 + np.exp(-odds)), "entropy": np.ones_like(odds)} if features else {}
-        recorder.record(record, None, **extra)
+        lens = np.full(requests, 4), passed + 1
+        extra = np.hstack([1 / (1 + np.exp(-odds)), np.ones_like(odds), odds, np.zeros((requests, 1))])
+        record = StepRecord(n, np.arange(requests), np.zeros(requests), 1.0, raw, *lens, 1.0)
+        recorder.record(replace(record, extra=extra) if features else record, None)
     recorder.close()
     return calibration.Steps.of(read_trace(tmp_path / "trace"))
 

@@ -49,7 +49,7 @@ def recorded(path: Path, *steps: StepRecord, **options: object) -> TraceRecorder
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     raw = np.array([[0.1, 0.5, 0.999], [1.0, 0.0, np.nan]], np.float32)
     recorder = TraceRecorder(tmp_path / "t", GAMMA, meta={"model": "m"})
-    recorder.record(step(4, confidence=raw), DECISION, tier=8)
+    recorder.record(step(4, confidence=raw, tier=8), DECISION)
     recorder.record(step(5, 3, verify_lens=np.ones(3, int), commit_lens=np.ones(3, int), step_ms=None), None)
     recorder.close()
     found = read_trace(tmp_path / "t")
@@ -71,13 +71,15 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
 
 
 def test_steps_without_drafts_and_with_features(tmp_path: Path) -> None:
-    maximum, entropy = np.full((2, GAMMA), 0.25, np.float32), np.full((2, GAMMA), 1.5, np.float32)
+    maximum, entropy, margin = (np.full((2, GAMMA), value, np.float32) for value in (0.25, 1.5, 0.5))
+    margin[0, 0] = np.inf
+    extra = np.hstack([maximum, entropy, margin, np.array([[0.0], [0.75]], np.float32)])
     recorder = TraceRecorder(tmp_path / "t", GAMMA)
     plain = step(1, verify_lens=np.ones(2, int), commit_lens=np.ones(2, int))
     recorder.record(
         StepRecord(**{**plain.__dict__, "confidence": None}), Decision(0, False, True, 2.0, 1.0, "an unknown reason")
     )
-    recorder.record(step(2), DECISION, max_probability=maximum, entropy=entropy)
+    recorder.record(step(2, extra=extra), DECISION)
     recorder.close()
     found = read_trace(tmp_path / "t")
     assert found.steps["flags"].tolist() == [DECIDED | UNIFORM, DRAFTED | DECIDED | FEATURED]
@@ -86,6 +88,8 @@ def test_steps_without_drafts_and_with_features(tmp_path: Path) -> None:
     assert np.isnan(found.max_probability[:2]).all()
     np.testing.assert_allclose(found.max_probability[2:], maximum, rtol=2e-3)
     np.testing.assert_allclose(found.entropy[2:], entropy)
+    np.testing.assert_allclose(found.margin[2:], np.minimum(margin, trace_format.MARGIN_LIMIT))
+    assert np.isnan(found.rows["temperature"][:2]).all() and found.rows["temperature"][2:].tolist() == [0.0, 0.75]
 
 
 def test_a_block_is_written_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
