@@ -45,7 +45,8 @@ def frame(url: str, now: Snapshot, change: Sums | None, trouble: str | None = No
     if not total["steps"]:
         parts.append(Text("No decode step yet: send it a request."))
         return Panel(Group(*parts), box=box.ROUNDED)
-    parts += [_rates(now, change, total), _decisions(change, total), _positions(now, total), _loads(total)]
+    for table in (_rates(now, change, total), _decisions(change, total), _positions(now, total), _loads(total)):
+        parts += [Text(""), table]
     fallbacks = [f"{count:.0f} x {_FALLBACKS.get(name, name)}" for name, count in total.fallbacks.items() if count]
     if fallbacks:
         parts.append(Text("fallbacks, steps: " + "; ".join(fallbacks), style="yellow"))
@@ -53,7 +54,7 @@ def frame(url: str, now: Snapshot, change: Sums | None, trouble: str | None = No
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="bold")
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     return table
@@ -62,6 +63,7 @@ def _table(*columns: str) -> Table:
 def _rates(now: Snapshot, change: Sums | None, total: Sums) -> Table:
     seconds = change.seconds if change is not None else 0.0
     table = _table("", f"last {seconds:.1f} s" if seconds else "now", "since start", "")
+    table.columns[3].justify = "left"
     idle = change is None or not change["steps"]
 
     def row(name: str, of, pattern: str, note: str = "") -> None:
