@@ -1,8 +1,8 @@
 """How well confidences agree with what verification finds, on recorded traces.
 
 Only decided drafts count: the accepted ones and the first rejected one of each request and step. Everything later or
-trimmed says nothing. Each method predicts a step before it learns from it; what is fitted once (the static
-temperatures) is fitted on the first quarter of the steps, and all methods are judged on the rest.
+trimmed says nothing. Each method predicts a step before it learns from it. Judged is what comes after the first 2,000
+steps, or after the first quarter of a trace that is shorter than 8,000.
 """
 
 from __future__ import annotations
@@ -10,216 +10,96 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sglang_adaptive.errors import AdaptiveError
-from sglang_adaptive.policy.calibration import Calibration
-from sglang_adaptive.policy.estimator import Estimator, features
-from sglang_adaptive.policy.history import AcceptanceHistory
-from sglang_adaptive.policy.logistic import LogisticFilter, logit, sigmoid
-from sglang_adaptive.runtime.trace import Trace, read_trace
+from sglang_adaptive.benchmarks.calibration_methods import METHODS, NEED_FEATURES, Steps, trimmed
+from sglang_adaptive.benchmarks.calibration_plot import draw
+from sglang_adaptive.benchmarks.calibration_scores import Outcomes, ece_over_requests, equal_bins, scores
+from sglang_adaptive.benchmarks.simulator.tables import load_table
+from sglang_adaptive.policy.cost import CostModel
+from sglang_adaptive.runtime.trace import read_trace
 
-BINS = 10
+DRAWN = ("raw head", "online", "headless")
 _LEAST = 50
-_FLOOR_DRAWS = 50
+_LEARNED = 2000
+
+Result = dict[str, dict[str, dict[str, float]]]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The drafted steps of a trace, in order: per step raw confidences [R, K], drafts verified and accepted [R], slots
-    and generations [R], and the draft distributions' maxima and entropies [R, K] (NaN where not recorded)."""
+def evaluate(steps: Steps, judge: slice | None = None, cost: CostModel | None = None) -> Result:
+    """By method and label (position "1".."K", "all", and where temperatures are known "greedy" and "sampled"): what
+    ``calibration_scores.scores`` gives, and ``above_raw``, the share of resamplings in which the ECE is above that of
+    the raw head. Labels with fewer than 50 outcomes are left out.
 
-    gamma: int
-    raw: list[np.ndarray]
-    verified: list[np.ndarray]
-    accepted: list[np.ndarray]
-    slots: list[np.ndarray]
-    generations: list[np.ndarray]
-    maxima: list[np.ndarray]
-    entropy: list[np.ndarray]
-
-    @staticmethod
-    def of(trace: Trace) -> Steps:
-        """Raises AdaptiveError for a trace without drafts."""
-        parts: list[tuple[np.ndarray, ...]] = []
-        for begin, end in zip(trace.start[:-1], trace.start[1:], strict=True):
-            rows, raw = trace.rows[begin:end], trace.confidence[begin:end]
-            if end > begin and np.isfinite(raw).any():
-                counts = (rows["verified"].astype(np.int64), rows["accepted"].astype(np.int64))
-                owner = (rows["slot"].astype(np.int64), rows["generation"].astype(np.int64))
-                parts.append(
-                    (raw.astype(float), *counts, *owner, trace.max_probability[begin:end], trace.entropy[begin:end])
-                )
-        if not parts:
-            raise AdaptiveError("The trace has no step that drafted; record one under a load at which drafting pays.")
-        return Steps(trace.gamma, *map(list, zip(*parts, strict=True)))
-
-    @property
-    def has_features(self) -> bool:
-        return bool(np.isfinite(self.maxima[0]).any() and np.isfinite(self.entropy[0]).any())
-
-    def decided(self) -> list[np.ndarray]:
-        """[R, K] bool per step: the drafts whose fate is known."""
-        position = np.arange(self.gamma)
-        return [
-            (position <= accepted[:, None]) & (position < verified[:, None])
-            for verified, accepted in zip(self.verified, self.accepted, strict=True)
-        ]
-
-
-def raw_head(steps: Steps) -> list[np.ndarray]:
-    return steps.raw
-
-
-def static_temperature(steps: Steps) -> list[np.ndarray]:
-    """One temperature per position, the best of a grid (log loss) on the first quarter."""
-    grid = np.exp(np.linspace(np.log(0.2), np.log(5.0), 65))
-    odds, passed, known = (_stacked(steps, part, _first_quarter(steps)) for part in ("odds", "passed", "decided"))
-    temperatures = np.ones(steps.gamma)
-    for j in range(steps.gamma):
-        mine = known[:, j]
-        if mine.any():
-            scaled = odds[mine, j] / grid[:, None]
-            losses = np.logaddexp(0.0, scaled).mean(axis=1) - (scaled * passed[mine, j]).mean(axis=1)
-            temperatures[j] = grid[int(np.argmin(losses))]
-    return [sigmoid(logit(raw) / temperatures) for raw in steps.raw]
-
-
-def position_means(steps: Steps) -> list[np.ndarray]:
-    """The running acceptance rate of each position (one of two at first)."""
-    passed, seen, result = np.full(steps.gamma, 1.0), np.full(steps.gamma, 2.0), []
-    for raw, accepted, known in zip(steps.raw, steps.accepted, steps.decided(), strict=True):
-        result.append(np.tile(passed / seen, (len(raw), 1)))
-        passed += (known & (np.arange(steps.gamma) < accepted[:, None])).sum(axis=0)
-        seen += known.sum(axis=0)
-    return result
-
-
-def online_calibration(steps: Steps) -> list[np.ndarray]:
-    """The engine's ``Calibration``."""
-    calibration, result = Calibration(steps.gamma), []
-    for raw, verified, accepted in zip(steps.raw, steps.verified, steps.accepted, strict=True):
-        result.append(calibration.apply(raw))
-        calibration.observe(raw, verified, accepted)
-    return result
-
-
-def online_with_recent(steps: Steps) -> list[np.ndarray]:
-    """The same regression, with the request's recent acceptance (``AcceptanceHistory``) as one more feature."""
-    learner = LogisticFilter(steps.gamma, np.array([0.0, 1.0, 0.0]), np.array([8.0, 16.0, 8.0]))
-    history, result = _history(steps), []
-    for n, raw in enumerate(steps.raw):
-        recent = history.relative(steps.slots[n], steps.generations[n])
-        odds = logit(raw)
-        seen = np.stack([np.ones_like(odds), odds, np.broadcast_to(recent[:, None], odds.shape)], axis=2)
-        result.append(sigmoid(np.einsum("rkd,kd->rk", seen, learner.weights)))
-        learner.observe(seen, steps.verified[n], steps.accepted[n])
-        history.observe(steps.slots[n], steps.generations[n], steps.verified[n], steps.accepted[n])
-    return result
-
-
-def headless(steps: Steps) -> list[np.ndarray]:
-    """The engine's ``Estimator`` for drafters without a head: nothing of the head is looked at."""
-    estimator, history, result = Estimator(steps.gamma), _history(steps), []
-    for n in range(len(steps.raw)):
-        recent = history.relative(steps.slots[n], steps.generations[n])
-        seen = features(steps.maxima[n], steps.entropy[n], recent)
-        result.append(estimator.confidence(seen))
-        estimator.observe(seen, steps.verified[n], steps.accepted[n])
-        history.observe(steps.slots[n], steps.generations[n], steps.verified[n], steps.accepted[n])
-    return result
-
-
-METHODS: dict[str, Callable[[Steps], list[np.ndarray]]] = {
-    "raw head": raw_head,
-    "static temperature": static_temperature,
-    "position means": position_means,
-    "online": online_calibration,
-    "online + recent": online_with_recent,
-    "headless": headless,
-}
-
-
-def evaluate(steps: Steps) -> dict[str, dict[str, dict[str, float]]]:
-    """By method and position ("1".."K" and "all"): n, ece, floor (the ECE that so many outcomes would show by chance if
-    the confidences were exact), auc, brier. Positions with fewer than 50 outcomes are left out."""
-    first = _first_quarter(steps)
-    known = np.concatenate(steps.decided()[first:])
-    passed = np.concatenate([np.arange(steps.gamma) < accepted[:, None] for accepted in steps.accepted[first:]])
-    result: dict[str, dict[str, dict[str, float]]] = {}
+    ``judge`` says which steps are judged; those before are learned from. With ``cost``, the methods learn only from
+    what the engine would have verified under it; judged they are on everything that is known.
+    """
+    judged = Judged(steps, judge or by_default(steps))
+    seen = steps if cost is None else trimmed(steps, cost)
+    result: Result = {}
+    raw: dict[str, np.ndarray] = {}
     for name, method in METHODS.items():
-        if method is headless and not steps.has_features:
+        if name in NEED_FEATURES and not steps.has_features:
             continue
-        predicted = np.concatenate(method(steps)[first:])
-        usable = known & np.isfinite(predicted)
         result[name] = {}
-        for label, columns in [*((str(j + 1), [j]) for j in range(steps.gamma)), ("all", list(range(steps.gamma)))]:
-            mine = usable[:, columns]
-            if mine.sum() >= _LEAST:
-                result[name][label] = scores(predicted[:, columns][mine], passed[:, columns][mine])
+        for label, outcomes in judged.outcomes(method(seen, judged.steps.start)).items():
+            resampled = ece_over_requests(outcomes, equal_bins(outcomes.predicted))
+            raw.setdefault(label, resampled)
+            result[name][label] = scores(outcomes) | {"above_raw": float((resampled > raw[label]).mean())}
     return result
 
 
-def scores(predicted: np.ndarray, passed: np.ndarray) -> dict[str, float]:
-    """Scores of predictions [n] against outcomes [n]; ECE over ten bins of equal count."""
-    rng = np.random.default_rng(0)
-    order = np.argsort(predicted, kind="stable")
-    bins = np.array_split(order, min(BINS, predicted.size))
-    draws = [ece(predicted, rng.random(predicted.size) < predicted, bins) for _ in range(_FLOOR_DRAWS)]
-    return {
-        "n": float(predicted.size),
-        "ece": ece(predicted, passed, bins),
-        "floor": float(np.mean(draws)),
-        "auc": auc(predicted, passed),
-        "brier": float(np.mean((predicted - passed) ** 2)),
-    }
+def by_default(steps: Steps) -> slice:
+    """The steps that are judged where nothing else is asked."""
+    return slice(min(_LEARNED, len(steps) // 4), len(steps))
 
 
-def ece(predicted: np.ndarray, passed: np.ndarray, bins: Sequence[np.ndarray]) -> float:
-    """Expected calibration error: |mean prediction - rate| averaged over the bins' indices, by their size."""
-    gaps = [abs(predicted[part].mean() - passed[part].mean()) * part.size for part in bins]
-    return float(sum(gaps) / predicted.size)
+class Judged:
+    """The known outcomes of some steps of a trace."""
+
+    def __init__(self, steps: Steps, rest: slice) -> None:
+        self.steps, self._gamma = rest, steps.gamma
+        self._known = np.concatenate(steps.decided()[rest])
+        self._passed = np.concatenate([np.arange(steps.gamma) < accepted[:, None] for accepted in steps.accepted[rest]])
+        owners = np.stack([np.concatenate(steps.slots[rest]), np.concatenate(steps.generations[rest])], axis=1)
+        self._request = np.unique(owners, axis=0, return_inverse=True)[1].reshape(-1)
+        self._temperature = np.concatenate(steps.temperature[rest])
+
+    def outcomes(self, predicted: list[np.ndarray]) -> dict[str, Outcomes]:
+        """The outcomes by label, with the confidences ``predicted`` per step [R, K]."""
+        table = np.concatenate(predicted[self.steps])
+        usable = self._known & np.isfinite(table)
+        position = np.broadcast_to(np.arange(self._gamma), table.shape)
+        temperature = np.broadcast_to(self._temperature[:, None], table.shape)
+        labels = {str(j + 1): position == j for j in range(self._gamma)} | {"all": position >= 0}
+        labels |= {"greedy": temperature == 0, "sampled": temperature > 0}
+        request = np.broadcast_to(self._request[:, None], table.shape)
+        everything = Outcomes(table[usable], self._passed[usable], request[usable])
+        found = {label: everything.where(mask[usable]) for label, mask in labels.items()}
+        return {label: outcomes for label, outcomes in found.items() if outcomes.predicted.size >= _LEAST}
 
 
-def auc(predicted: np.ndarray, passed: np.ndarray) -> float:
-    """Probability that a passed draft is ranked above a failed one, ties half; NaN with one class only."""
-    good = int(passed.sum())
-    if not 0 < good < passed.size:
-        return float("nan")
-    _, place, count = np.unique(predicted, return_inverse=True, return_counts=True)
-    rank = np.cumsum(count) - (count - 1) / 2
-    return float((rank[place][passed].sum() - good * (good + 1) / 2) / (good * (passed.size - good)))
-
-
-def table(result: dict[str, dict[str, dict[str, float]]]) -> str:
-    """A markdown table: a line per method and position."""
-    lines = ["| method | position | outcomes | ECE | ECE by chance | AUC | Brier |", "| --- | ---: |" + " ---: |" * 5]
+def table(result: Result) -> str:
+    """A markdown table: a line per method and label."""
+    lines = [
+        "| method | position | outcomes | ECE | 95 % | ECE by chance | AUC | Brier |",
+        "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
+    ]
     for name, positions in result.items():
         for label, s in positions.items():
-            shown = [f"{s[key]:.4f}" for key in ("ece", "floor", "auc", "brier")]
-            lines.append(f"| {name} | {label} | {s['n']:.0f} | " + " | ".join(shown) + " |")
+            spread = f"{s['ece_low']:.4f} to {s['ece_high']:.4f}"
+            numbers = f"{s['ece']:.4f} | {spread} | {s['chance']:.4f} | {s['auc']:.4f} | {s['brier']:.4f}"
+            lines.append(f"| {name} | {label} | {s['n']:.0f} | {numbers} |")
     return "\n".join(lines)
 
 
-def _first_quarter(steps: Steps) -> int:
-    return len(steps.raw) // 4
-
-
-def _stacked(steps: Steps, part: str, until: int) -> np.ndarray:
-    if part == "decided":
-        return np.concatenate(steps.decided()[: max(until, 1)])
-    if part == "odds":
-        return np.concatenate([logit(raw) for raw in steps.raw[: max(until, 1)]])
-    return np.concatenate([np.arange(steps.gamma) < a[:, None] for a in steps.accepted[: max(until, 1)]])
-
-
-def _history(steps: Steps) -> AcceptanceHistory:
-    return AcceptanceHistory(int(max(slots.max() for slots in steps.slots)) + 1)
+def _steps(text: str) -> slice:
+    begin, end = text.split(":")
+    return slice(int(begin or 0), int(end) if end else None)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -228,14 +108,29 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m sglang_adaptive.benchmarks calibration", description=__doc__.splitlines()[0]
     )
     parser.add_argument("traces", nargs="+", type=Path, help="files that the server option trace wrote")
+    parser.add_argument("--judge", type=_steps, metavar="FROM:TO", help="judge these steps, learn from those before")
+    parser.add_argument("--trim", metavar="TABLE", help="learn only from what the policy verifies under a cost table")
     parser.add_argument("--json", type=Path, help="write all numbers there")
+    parser.add_argument("--picture", type=Path, help="write reliability curves there (PNG)")
     arguments = parser.parse_args(argv)
+    cost = load_table(arguments.trim)[0] if arguments.trim else None
     results: dict[str, Any] = {}
     for path in arguments.traces:
         steps = Steps.of(read_trace(path))
-        results[path.name] = evaluate(steps)
+        judge = by_default(steps) if arguments.judge is None else slice(*arguments.judge.indices(len(steps)))
+        results[path.name] = evaluate(steps, judge, cost)
         rows = sum(len(raw) for raw in steps.raw)
-        print(f"{path.name}: {len(steps.raw)} drafted steps, {rows} requests in them\n\n{table(results[path.name])}\n")
+        judged = f"judged are steps {judge.start} to {judge.stop}"
+        print(f"{path.name}: {len(steps)} drafted steps, {rows} requests in them, {judged}\n")
+        print(table(results[path.name]) + "\n")
+        if arguments.picture:
+            judged_steps = Judged(steps, judge)
+            curves = {
+                name: judged_steps.outcomes(METHODS[name](steps, judge.start))
+                for name in DRAWN
+                if steps.has_features or name not in NEED_FEATURES
+            }
+            draw(curves, f"{path.name}: confidence and rate of acceptance", arguments.picture)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
     return 0
