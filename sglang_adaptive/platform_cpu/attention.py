@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_adaptive.errors import AdaptiveError
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+# Chain masks are causal, so none is read; the host writes one all the same, and this is its smallest layout.
+UNREAD_MASK = VerifyMask(buffer=torch.empty(0, dtype=torch.bool), mode=TreeMaskMode.QLEN_ONLY, max_bs=0, is_read=False)
 
 
 @dataclass
@@ -190,12 +195,22 @@ class AdaptiveCpuAttention(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._groups: list[Group] = []
 
+    @property
+    def verify_mask(self) -> VerifyMask:
+        return UNREAD_MASK
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         q_lens, kv_lens = query_and_key_lengths(forward_batch)
+        self.plan(q_lens, kv_lens, forward_batch.req_pool_indices)
+
+    def plan(self, q_lens: list[int], kv_lens: list[int], pool_rows: torch.Tensor) -> None:
+        """Prepare a forward of packed rows: ``q_lens`` query rows at the end of ``kv_lens`` keys of each request.
+
+        ``pool_rows`` int64 [requests] are the requests' rows of the host's slot table.
+        """
         starts = [0]
         for q_len in q_lens[:-1]:
             starts.append(starts[-1] + q_len)
-        pool_rows = forward_batch.req_pool_indices
         self._groups = [
             make_group(
                 [starts[i] for i in members],

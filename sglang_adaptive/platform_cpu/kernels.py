@@ -78,11 +78,30 @@ def chain_speculative_sampling(
         q_row = torch.where((q_row >= 0) & (q_row <= 1), q_row, 0.0)
         rest = rest.clone()
         rest[rejected] = (rest[rejected] - q_row).clamp_min(0.0)
-    mass = torch.cumsum(rest.double(), dim=-1)
-    threshold = uniform_samples_for_final_sampling.double().unsqueeze(1) * mass[:, -1:]
-    final = torch.searchsorted(mass, threshold, right=True).squeeze(1).clamp_max(rest.shape[-1] - 1)
-    tokens = torch.cat([drafts, drafts[:, :1]], dim=1)
-    tokens[row, count] = final
+    final = draw(rest, uniform_samples_for_final_sampling)
+    write_chain(predicts, accept_index, accept_token_num, retrive_index, drafts, count, final)
+
+
+def draw(mass: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+    """Tokens drawn in proportion to ``mass`` [rows, vocab], which need not sum to 1, by ``coins`` [rows] in [0, 1)."""
+    cumulated = torch.cumsum(mass.double(), dim=-1)
+    threshold = coins.double().unsqueeze(1) * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, threshold, right=True).squeeze(1).clamp_max(mass.shape[-1] - 1)
+
+
+def write_chain(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    retrive_index: torch.Tensor,
+    drafts: torch.Tensor,
+    count: torch.Tensor,
+    final: torch.Tensor,
+) -> None:
+    """Write what each chain commits: its first ``count`` of ``drafts`` [rows, slots - 1], then ``final`` [rows]."""
+    rows, slots = retrive_index.shape
+    tokens = torch.cat([drafts, final.unsqueeze(1)], dim=1)
+    tokens[torch.arange(rows), count] = final
     written = torch.arange(slots) <= count.unsqueeze(1)
     predicts[retrive_index[written].to(torch.int64)] = tokens[written].to(predicts.dtype)
     accept_index[written] = retrive_index[written].to(accept_index.dtype)

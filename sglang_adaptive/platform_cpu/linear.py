@@ -34,10 +34,12 @@ class PackedWeight:
     def _pack(self, weight: torch.Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
         self.updates = _updates
+        self.address = weight.data_ptr()
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x @ weight.T + bias``; x float32 [..., in], weight float32 [out, in]."""
-        if self.updates != _updates:
+        # A draft takes over its target's head after it was loaded.
+        if self.updates != _updates or self.address != weight.data_ptr():
             self._pack(weight)
         rows = x.reshape(-1, x.shape[-1])
         count = rows.shape[0]

@@ -78,11 +78,11 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         from sglang.srt.runtime_context import get_spec
 
-        from sglang_adaptive.patches import cpu_kernels, cpu_weights, cpu_worker
+        from sglang_adaptive.patches import cpu_eagle, cpu_kernels, cpu_weights, cpu_worker
         from sglang_adaptive.platform_cpu.linear import pack_linear_layers
 
         if pack_linear_layers(model) > 0:
             registry.apply(cpu_weights.PATCHES)
         # The target loads first: every host module is imported by now and no speculative worker exists yet.
         if get_spec().speculative_algorithm is not None:
-            registry.apply([*cpu_kernels.PATCHES, *cpu_worker.PATCHES])
+            registry.apply([*cpu_kernels.PATCHES, *cpu_worker.PATCHES, *cpu_eagle.PATCHES])
