@@ -60,7 +60,7 @@ def _build(
 
 
 def _verify(original: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-    del kwargs["retrieve_next_token"], kwargs["retrieve_next_sibling"]
+    del kwargs["retrieve_next_sibling"]
     chains.verify_chain_greedy(**kwargs)
     return kwargs["predicts"], kwargs["accept_index"], kwargs["accept_token_num"]
 

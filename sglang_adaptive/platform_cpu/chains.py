@@ -80,18 +80,21 @@ def verify_chain_greedy(
     accept_token_num: torch.Tensor,
     candidates: torch.Tensor,
     retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
     target_predict: torch.Tensor,
     topk: int,
 ) -> None:
     """Accept drafts while they are what the target predicts; written as :func:`write_chain` says.
 
     Args:
+        retrieve_next_token: int64 [rows, slots], -1 where a row's chain ends; later drafts are never accepted.
         candidates: int64 [rows, slots], root and drafts; target_predict: int64 [rows, slots], the target's token after
             each of them.
     """
     refuse_tree(topk)
     drafts = candidates[:, 1:].to(torch.int64)
     count = torch.cumprod((drafts == target_predict[:, :-1]).to(torch.int64), dim=1).sum(1)
+    count = torch.minimum(count, _drafts_in_chain(retrieve_next_token))
     final = target_predict[torch.arange(count.numel()), count]
     write_chain(predicts, accept_index, accept_token_num, retrieve_index, drafts, count, final)
 
@@ -102,6 +105,7 @@ def sample_chain_target_only(
     accept_token_num: torch.Tensor,
     candidates: torch.Tensor,
     retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
     uniform_samples: torch.Tensor,
     uniform_samples_for_final_sampling: torch.Tensor,
     target_probs: torch.Tensor,
@@ -115,18 +119,25 @@ def sample_chain_target_only(
     the output has the target's distribution. Thresholds below 1 accept more than that, as in the host's kernel.
 
     Args:
+        retrive_next_token: int64 [rows, slots], -1 where a row's chain ends; later drafts are never accepted.
         target_probs: [rows, slots, vocab]; the others as in :func:`kernels.chain_speculative_sampling`.
     """
     rows, slots = candidates.shape
     drafts = candidates[:, 1:].to(torch.int64)
     p = target_probs[:, :-1].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     accepted = (uniform_samples[:, : slots - 1] * max(threshold_acc, 1e-9) < p) | (p >= threshold_single)
-    count = torch.cumprod(accepted.to(torch.int64), dim=1).sum(1)
+    verified = _drafts_in_chain(retrive_next_token)
+    count = torch.minimum(torch.cumprod(accepted.to(torch.int64), dim=1).sum(1), verified)
     rest = target_probs[torch.arange(rows), count].clone()
-    rejected = (count < slots - 1).nonzero().squeeze(1)
+    rejected = (count < verified).nonzero().squeeze(1)
     rest[rejected, drafts[rejected, count[rejected]]] = 0.0
     final = draw(rest, uniform_samples_for_final_sampling)
     write_chain(predicts, accept_index, accept_token_num, retrive_index, drafts, count, final)
+
+
+def _drafts_in_chain(next_token: torch.Tensor) -> torch.Tensor:
+    """Drafts [rows] before the first -1 of ``next_token`` [rows, slots]."""
+    return torch.cumprod((next_token >= 0).to(torch.int64), dim=1).sum(1)
 
 
 def fill_bonus_tokens(
