@@ -140,8 +140,10 @@ def _fall_back_to_uniform(server_args: Any) -> None:
 
 def worker_class(server_args: Any) -> type:
     """The worker of the adaptive algorithm (imports the runtime)."""
+    from sglang_adaptive.patches import registry, sampling
     from sglang_adaptive.runtime.worker import AdaptiveDSparkWorker
 
+    registry.apply(sampling.PATCHES)
     return AdaptiveDSparkWorker
 
 

@@ -19,6 +19,8 @@ from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draf
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
+from sglang_adaptive.runtime.penalties import Penalties
+
 
 def can_run(worker: Any, batch: Any) -> bool:
     """Whether nothing in the batch needs what only the host's full step does."""
@@ -41,6 +43,7 @@ def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> Generat
         model_runner=runner,
         seq_lens_cpu=seq_lens_cpu if seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu,
     )
+    penalties = Penalties.of(worker._verify_executor).begin_decode(batch, draft_input.bonus_tokens.view(-1))
     layout = planner.anchor_layout(requests)
     anchors = worker._proposer.draft_block_ids_view(bs=requests, device=prefix_lens.device)
     anchors[:, 0].copy_(draft_input.bonus_tokens.view(-1))
@@ -78,6 +81,8 @@ def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> Generat
     )
     logits_output = result.logits_output
     logits_output.next_token_logits = logits_output.next_token_logits[:requests]
+    if penalties is not None:
+        penalties.apply(logits_output.next_token_logits, width=1)
     tokens = runner.sample(logits_output, forward_batch).to(torch.int64)
     worker._tp_sync.sync(SpecTpSyncSite.DSPARK_TARGET, tokens)
 
@@ -90,6 +95,8 @@ def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> Generat
     )
     logits_output.hidden_states = None
     committed = planner.ones(requests)
+    if penalties is not None:
+        penalties.commit(tokens.unsqueeze(1), committed)
     block = torch.zeros((requests, width), dtype=torch.int64, device=device)
     block[:, 0] = tokens
     return GenerationBatchResult(
