@@ -8,6 +8,9 @@ import sys
 COMMANDS = {
     "prompts": "pack prompts from package data into one file",
     "load": "send one closed-loop load to a running server",
+    "absorb": "tokens per second that the load generator itself can take",
+    "session": "the steps of a session on a rented machine, resumable",
+    "equality": "greedy tokens of one set-up against another's",
     "sweep": "compare server set-ups over concurrency, resumable",
     "report": "tables, ratios and the Pareto picture of a sweep",
     "steptime": "time of a decode step on running servers, and profiler traces",

@@ -73,6 +73,7 @@ class Sweep:
     start_timeout: float = 600.0
     start_estimate: float = 90.0
     trace: Trace | None = None
+    acceptance: str | None = None
 
     @property
     def restarts(self) -> bool:
@@ -83,7 +84,8 @@ class Sweep:
 def read(path: Path) -> Sweep:
     """A sweep from ``path``, with ``$NAME`` in strings replaced from the environment.
 
-    Raises AdaptiveError for a field that does not exist, is missing, or names no role.
+    ``acceptance`` names a file beside it or in ``acceptance_files``: the servers of all arms then simulate acceptance
+    (see acceptance.py). Raises AdaptiveError for a field that does not exist, is missing, or names no role.
     """
     text = path.read_text()
     data = _expand(json.loads(text) if path.suffix == ".json" else tomllib.loads(text))
@@ -92,6 +94,12 @@ def read(path: Path) -> Sweep:
         prepare = arm.pop("prepare", None)
         arms.append(_build(Arm, {**arm, "prepare": _build(Prepare, prepare) if prepare else None}))
     trace = data.pop("trace", None)
+    if "acceptance" in data:
+        from sglang_adaptive.benchmarks import acceptance  # torch: for those who need it
+
+        data["acceptance"] = str(_acceptance_file(data["acceptance"], path.parent))
+        data.setdefault("server", [sys.executable, "-m", "sglang_adaptive.benchmarks.acceptance_server"])
+        data["env"] = {**data.get("env", {}), acceptance.VARIABLE: data["acceptance"]}
     sweep = _build(Sweep, {**data, "arms": arms, "trace": _build(Trace, trace) if trace else None})
     names = [arm.name for arm in sweep.arms]
     if not names or len(set(names)) < len(names):
@@ -100,6 +108,15 @@ def read(path: Path) -> Sweep:
         if arm.role not in ROLES:
             raise AdaptiveError(f"Arm {arm.name} has role {arm.role!r}; it must be one of {', '.join(ROLES)}.")
     return sweep
+
+
+def _acceptance_file(name: str, folder: Path) -> Path:
+    for place in (folder, Path(__file__).parent / "acceptance_files"):
+        if (place / name).is_file():
+            return (place / name).absolute()
+    raise AdaptiveError(
+        f"There is no file {name} for simulated acceptance, neither in {folder} nor in acceptance_files."
+    )
 
 
 def _build(kind: type[Any], values: dict[str, Any]) -> Any:

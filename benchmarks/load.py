@@ -16,6 +16,7 @@ import json
 import os
 import random
 import time
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,15 +147,22 @@ class Runner:
             await asyncio.wait({over}, timeout=0.5)
 
     def _overhead(self, shares: list[Share]) -> dict[str, Any]:
-        """``busy``: CPU time of the busiest process over the window's length; ``lag_ms``: how late it woke up."""
+        """``busy``: CPU time of the busiest process over the window's length, ``cpu`` that of all of them; ``lag_ms``:
+        how late they woke up, and so how late their stamps are at worst."""
         begin, end = self.window or (0.0, 0.0)
-        busy, lags = [0.0], []
+        busy, lags = [], []
         for share in shares:
-            inside = [sample for sample in share.samples if begin <= sample.at <= end]
-            lags += [sample.lag for sample in inside]
-            if len(inside) > 1 and inside[-1].at > inside[0].at:
-                busy.append((inside[-1].cpu - inside[0].cpu) / (inside[-1].at - inside[0].at))
-        return {"processes": len(shares), "busy": max(busy), "lag_ms": percentiles(lags, 1e3)}
+            times = [sample.at for sample in share.samples]
+            around = share.samples[max(bisect(times, begin) - 1, 0) : bisect(times, end) + 1]
+            lags += [sample.lag for sample in around[1:]]
+            if len(around) > 1 and around[-1].at > around[0].at:
+                busy.append((around[-1].cpu - around[0].cpu) / (around[-1].at - around[0].at))
+        return {
+            "processes": len(shares),
+            "busy": max(busy, default=0.0),
+            "cpu": sum(busy),
+            "lag_ms": percentiles(lags, 1e3),
+        }
 
 
 def errors_of(shares: Sequence[Share]) -> str:

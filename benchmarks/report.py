@@ -14,6 +14,9 @@ from sglang_adaptive.benchmarks.plan import Rows
 from sglang_adaptive.benchmarks.stats import spread
 from sglang_adaptive.errors import AdaptiveError
 
+# A process of the load generator that computes for so much of the window may be what is measured.
+BUSY = 0.8
+
 
 def number(value: float | None, form: str = ".2f") -> str:
     """``value`` in ``form``, or a dash."""
@@ -112,6 +115,7 @@ def head(run: dict[str, Any]) -> str:
             f"* versions: {versions}; Python {machine['python']}; commit {machine['commit'] or 'unknown'}",
             f"* load: closed loop, temperature {sweep['temperature']:g}, {low} to {high} output tokens, end of text "
             f"ignored, prompts {json.dumps(sweep['prompts'])}",
+            *simulated(run),
             f"* server, all arms: `{' '.join(sweep['args'])}`",
             *arms,
             "",
@@ -120,6 +124,23 @@ def head(run: dict[str, Any]) -> str:
             "```",
         ]
     )
+
+
+def simulated(run: dict[str, Any]) -> list[str]:
+    """What a reader has to know where acceptance is not the models' own."""
+    found = run.get("acceptance")
+    if not found:
+        return []
+    kinds = "; ".join(
+        f"{kind['name']} ({kind['share']:.0%}): {', '.join(f'{rate:.3f}' for rate in kind['rates'])}, "
+        f"confidences of AUC {kind['auc']:g} and ECE {kind['ece']:g}"
+        for kind in found["kinds"]
+    )
+    return [
+        f"* **ACCEPTANCE IS SIMULATED, weights are random numbers**: {found['name']} ({found['source']}), the same "
+        f"draws for every arm; with all drafts verified {found['expected_accept_length']:.2f} tokens per step. Rates "
+        f"by position, given that the drafts before were accepted: {kinds}"
+    ]
 
 
 def render(results: Results, run: dict[str, Any], standings: list[dict[str, Any]], picture: str, note: str) -> str:
@@ -149,7 +170,7 @@ def render(results: Results, run: dict[str, Any], standings: list[dict[str, Any]
 
 
 def trouble(results: Results) -> str:
-    """Failed arms, request errors and failed traces, or that there were none."""
+    """Failed arms, request errors, a busy load generator and failed traces, or that there were none."""
     lines = []
     for row in results.failures:
         if row["repeat"] not in results.cells.get((row["arm"], row["concurrency"]), {}):
@@ -159,6 +180,8 @@ def trouble(results: Results) -> str:
         for repeat, row in rows.items():
             if row["errors"]:
                 lines.append(f"* {arm} c={c} repeat {repeat}: {row['errors']} requests failed: {row['error_examples']}")
+            if (busy := (row.get("generator") or {}).get("busy", 0.0)) > BUSY:
+                lines.append(f"* {arm} c={c} repeat {repeat}: the load generator was busy ({busy:.0%}): a lower bound")
     lines += [
         f"* trace of {row['arm']} c={row['concurrency']}: {row['failed']}" for row in results.traces if "failed" in row
     ]

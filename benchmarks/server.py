@@ -11,6 +11,10 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_adaptive.benchmarks.config import Arm, Prepare, Sweep
 
 PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if os.uname().sysname == "Linux" else None
@@ -98,6 +102,13 @@ class Server:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def for_arm(sweep: Sweep, arm: Arm | Prepare, place: int, log: Path) -> Server:
+    """The server of an arm, started; its port follows from its ``place`` among the arms."""
+    port = sweep.port + 10 * place
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    return Server([*sweep.server, *sweep.args, *arm.args, *address], port, log, {**sweep.env, **arm.env})
 
 
 def _alive(group: int) -> bool:

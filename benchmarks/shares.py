@@ -80,8 +80,9 @@ class RemoteShare:
             stdout=asyncio.subprocess.PIPE,
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(len(self._job).to_bytes(8, "little") + self._job)
-        await self._process.stdin.drain()
+        with contextlib.suppress(ConnectionError):  # it has ended: said by ``finished``
+            self._process.stdin.write(len(self._job).to_bytes(8, "little") + self._job)
+            await self._process.stdin.drain()
         self.finished = asyncio.create_task(self._follow(self._process))
 
     async def _follow(self, process: asyncio.subprocess.Process) -> None:

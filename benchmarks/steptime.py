@@ -13,10 +13,13 @@ from typing import Any
 
 import aiohttp
 
-from sglang_adaptive.benchmarks import trace_syncs
+from sglang_adaptive.benchmarks import config, trace_syncs
+from sglang_adaptive.benchmarks.config import Sweep
 from sglang_adaptive.benchmarks.load import Load, Runner, measure, post
-from sglang_adaptive.benchmarks.prompts import Prompts, SyntheticPrompts, read_packed
+from sglang_adaptive.benchmarks.prompts import Prompts, SyntheticPrompts, make, read_packed
+from sglang_adaptive.benchmarks.server import Server, ServerFailed, for_arm
 from sglang_adaptive.benchmarks.stats import median, spread
+from sglang_adaptive.errors import AdaptiveError
 
 # One chunk at the start and one at the end of a request: streaming is not what is timed.
 ONE_CHUNK = 1 << 20
@@ -104,10 +107,8 @@ def compare(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]
 
 
 async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
-    prompts: Prompts = (
-        Prompts(read_packed(arguments.prompts)) if arguments.prompts else SyntheticPrompts((1000, 10000), (64, 64))
-    )
-    servers = dict(_named(given) for given in arguments.url)
+    prompts: Prompts = arguments.prompt_set
+    servers: dict[str, str] = arguments.servers
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
     c = arguments.concurrency
     for number in range(-1, arguments.rounds):
@@ -135,15 +136,48 @@ async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _started(sweep: Sweep, names: Sequence[str], logs: Path) -> dict[str, Server]:
+    """The servers of these arms, ready; ours after the others, since it measures step costs while it starts.
+
+    Raises ServerFailed, with every server stopped again.
+    """
+    servers: dict[str, Server] = {}
+    arms = {arm.name: (place, arm) for place, arm in enumerate(sweep.arms)}
+    unknown = set(names) - set(arms)
+    if unknown:
+        raise AdaptiveError(f"{', '.join(sorted(unknown))} is no arm of {sweep.name}; it has {', '.join(arms)}.")
+    try:
+        for ours in (False, True):
+            wave = [name for name in names if (arms[name][1].role == "ours") == ours]
+            for name in wave:
+                place, arm = arms[name]
+                servers[name] = for_arm(sweep, arm, place, logs / f"{name}.log")
+            for name in wave:
+                servers[name].wait_ready(sweep.start_timeout)
+    except ServerFailed:
+        _stop(servers)
+        raise
+    return {name: servers[name] for name in names}
+
+
+def _stop(servers: dict[str, Server]) -> None:
+    for server in servers.values():
+        server.stop()
+
+
 def _named(given: str) -> tuple[str, str]:
     name, separator, url = given.partition("=")
     return (name, url.rstrip("/")) if separator else (given.rstrip("/"), given.rstrip("/"))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Time decode steps on running servers, alternating between them; the first is what others are compared to."""
+    """Time decode steps on running servers, alternating between them; the first is what others are compared to. With
+    --config the servers of these arms are started for it."""
     parser = argparse.ArgumentParser(prog="python -m sglang_adaptive.benchmarks steptime", description=main.__doc__)
-    parser.add_argument("--url", action="append", required=True, help="URL or NAME=URL, once per server")
+    parser.add_argument("--url", action="append", default=[], help="URL or NAME=URL, once per server")
+    parser.add_argument("--config", type=Path, help="a sweep's file: start the servers of --arms")
+    parser.add_argument("--arms", nargs="+", default=[], help="arms of --config")
+    parser.add_argument("--logs", type=Path, default=Path("logs"), help="output of servers that are started")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=256, help="output tokens of a request")
     parser.add_argument("--rounds", type=int, default=7)
@@ -154,7 +188,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="write all numbers there")
     arguments = parser.parse_args(argv)
     arguments.trace_dir = arguments.trace_dir.absolute()
-    result = asyncio.run(_run(arguments))
+    if bool(arguments.url) == bool(arguments.config) or bool(arguments.config) != bool(arguments.arms):
+        parser.error("give either --url, or --config and --arms")
+    arguments.prompt_set = SyntheticPrompts((1000, 10000), (64, 64))
+    if arguments.prompts:
+        arguments.prompt_set = Prompts(read_packed(arguments.prompts))
+    started: dict[str, Server] = {}
+    if arguments.config:
+        sweep = config.read(arguments.config)
+        arguments.prompt_set = make(sweep.prompts, arguments.config.parent)
+        started = _started(sweep, arguments.arms, arguments.logs)
+    arguments.servers = {name: server.url for name, server in started.items()} or dict(map(_named, arguments.url))
+    try:
+        result = asyncio.run(_run(arguments))
+    finally:
+        _stop(started)
     print("\n| server | ms per token | ms per step | spread | relative | accepted length | errors |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, row in result["servers"].items():
@@ -165,7 +213,7 @@ def main(argv: Sequence[str]) -> int:
             f"| {row['relative']:.3f} | {accepted} | {row['errors']} |"
         )
     if "traces" in result:
-        print("\n" + trace_syncs.table(result["traces"]))
+        print("\n" + trace_syncs.table(result["traces"]) + "\n" + trace_syncs.largest(result["traces"]))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))
     return 0

@@ -77,6 +77,7 @@ class Streams:
                         workers.create_task(self._work(worker))
             finally:
                 sampling.cancel()
+                self.samples.append(Sample(time.perf_counter(), time.process_time(), 0.0))
 
     async def _sample(self) -> None:
         due = time.perf_counter()

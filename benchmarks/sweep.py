@@ -17,9 +17,9 @@ from typing import Any
 
 from sglang_adaptive.benchmarks import config, machine, prompts, trace_syncs
 from sglang_adaptive.benchmarks.config import Arm, Prepare, Sweep
-from sglang_adaptive.benchmarks.load import Load, measure, post
+from sglang_adaptive.benchmarks.load import Load, measure, post, server_state
 from sglang_adaptive.benchmarks.plan import Cell, Clock, Rows, Stage, remaining, stages
-from sglang_adaptive.benchmarks.server import Server, ServerFailed
+from sglang_adaptive.benchmarks.server import Server, ServerFailed, for_arm
 from sglang_adaptive.benchmarks.steptime import capture_trace
 from sglang_adaptive.errors import AdaptiveError
 
@@ -102,10 +102,7 @@ class Run:
             raise OutOfTime
 
     def _start(self, arm: Arm | Prepare, name: str, place: int) -> Server:
-        port = self.sweep.port + 10 * place
-        address = ["--host", "127.0.0.1", "--port", str(port)]
-        command = [*self.sweep.server, *self.sweep.args, *arm.args, *address]
-        return Server(command, port, self.logs / f"{name}.log", {**self.sweep.env, **arm.env})
+        return for_arm(self.sweep, arm, place, self.logs / f"{name}.log")
 
     def _wait(self, server: Server) -> None:
         """Wait for the server, but not beyond this invocation's time: then it has not failed."""
@@ -141,6 +138,7 @@ class Run:
         server = servers[arm.name]
         try:
             self._wait(server)
+            self._check_acceptance(arm, server)
             for concurrency in sorted({min(self.sweep.concurrency), max(self.sweep.concurrency)}):
                 asyncio.run(measure(server.url, self._load(concurrency, -1, self.sweep.warmup_seconds / 2)))
         except (ServerFailed, RuntimeError) as error:
@@ -149,6 +147,15 @@ class Run:
             return
         self.say(f"{arm.name}: up after {server.start_seconds:.0f} s")
         self._pause(server)
+
+    def _check_acceptance(self, arm: Arm, server: Server) -> None:
+        """Raise ServerFailed where a drafting server and the sweep differ on whether acceptance is simulated."""
+        if arm.role != "none":
+            found = asyncio.run(server_state(server.url)).get("bench_acceptance")
+            if bool(found) != bool(self.sweep.acceptance):
+                raise ServerFailed(
+                    f"the server reports simulated acceptance {found}, the sweep {self.sweep.acceptance}"
+                )
 
     def _failed(self, arm: Arm, stage: Stage, reason: str) -> None:
         print(f"{arm.name} failed: {reason}", file=sys.stderr, flush=True)
@@ -271,4 +278,9 @@ def _note_run(out: Path, sweep: Sweep, argv: Sequence[str]) -> None:
     note["arms"] |= {arm.name: dataclasses.asdict(arm) for arm in sweep.arms}
     settings = dataclasses.asdict(sweep)
     del settings["arms"]
+    if sweep.acceptance:
+        from sglang_adaptive.benchmarks import acceptance  # torch: for those who need it
+
+        asked = acceptance.read(Path(sweep.acceptance))
+        note["acceptance"] = asked.describe(min(len(kind.rates) for kind in asked.kinds))
     path.write_text(json.dumps(note | {"machine": machine.describe(), "sweep": settings}, indent=1))

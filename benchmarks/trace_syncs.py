@@ -115,6 +115,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     row("steps in the trace", (result["steps"] for result in results.values()))
     row("ms per step (profiler on)", (result["ms"] for result in results.values()))
     row("GPU busy, ms", (result["gpu_busy_ms"] for result in results.values()))
+    row("GPU idle, ms", (result["ms"] - result["gpu_busy_ms"] for result in results.values()))
     row("kernels", (result["kernels"] for result in results.values()))
     row("synchronising calls", (result["syncs_total"] for result in results.values()))
     row("time in them, ms", (result["sync_ms"] for result in results.values()))
@@ -123,6 +124,16 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             row(name, (result[group].get(name, 0.0) for result in results.values()))
     lines = ["| per step | " + " | ".join(results) + " |", "| --- |" + " ---: |" * len(results)]
     lines += [f"| {label} | " + " | ".join(f"{value:.2f}" for value in values) + " |" for label, values in rows.items()]
+    return "\n".join(lines)
+
+
+def largest(results: dict[str, dict[str, Any]]) -> str:
+    """The largest spans, calls and kernels of each trace, as text: where a step's time goes."""
+    lines = []
+    for name, result in results.items():
+        for group in ("spans", "top_calls", "top_kernels"):
+            lines.append(f"\n{name}, {group} (ms and count per step):")
+            lines += [f"  {ms:9.4f} {count:8.2f}  {label}" for label, ms, count in result[group]]
     return "\n".join(lines)
 
 
@@ -137,11 +148,7 @@ def main(argv: Sequence[str]) -> int:
     for given in arguments.traces:
         name, _, path = given.rpartition("=")
         results[name or Path(path).name] = per_step(load_events(Path(path)), arguments.top)
-    print(table(results))
-    for name, result in results.items():
-        for group in ("top_kernels", "top_calls", "spans"):
-            print(f"\n{name}, {group} (ms and count per step):")
-            print("\n".join(f"  {ms:9.4f} {count:8.2f}  {label}" for label, ms, count in result[group]))
+    print(table(results) + "\n" + largest(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
     return 0

@@ -2,7 +2,7 @@
 
 Every step takes ``--step-ms`` plus ``--request-ms`` for each request that is running, and gives each request
 ``--accept`` tokens; with ``--adaptive`` it counts steps as our worker does. ``--fail N`` ends the process at the N-th
-request.
+request. A request that does not stream is answered at once.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class FakeServer:
         state = {"avg_spec_accept_length": self.options.accept}
         if self.options.adaptive:
             state["sglang_adaptive"] = {"active": True, "rank": 0, "accept_length": 1.5, **self.counters}
+        if self.options.bench_acceptance:
+            state["bench_acceptance"] = {"simulated": True}
         return web.json_response({"internal_states": [state]})
 
     async def abort(self, request: web.Request) -> web.Response:
@@ -68,6 +70,8 @@ class FakeServer:
             os._exit(7)
         if "text" not in body and "input_ids" not in body:
             return web.json_response({"error": {"message": "no prompt"}}, status=400)
+        if not body.get("stream"):
+            return web.json_response({"output_ids": self.greedy(body), "meta_info": {}})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         number = self.served
@@ -78,6 +82,13 @@ class FakeServer:
             del self.running[number]
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def greedy(self, body: dict) -> list[int]:
+        """The ids that follow a prompt; with ``--odd N``, every N-th prompt's last one is another."""
+        ids = [(7 * place + sum(body["input_ids"])) % 97 for place in range(body["sampling_params"]["max_new_tokens"])]
+        if self.options.odd and sum(body["input_ids"]) % self.options.odd == 0:
+            ids[-1] += 1
+        return ids
 
     async def _decode(self, sampling: dict, response: web.StreamResponse, aborted: asyncio.Event) -> None:
         wanted, interval = sampling["max_new_tokens"], sampling["stream_interval"]
@@ -139,6 +150,8 @@ def main() -> None:
     parser.add_argument("--accept", type=int, default=1)
     parser.add_argument("--adaptive", action="store_true")
     parser.add_argument("--fail", type=int, default=0)
+    parser.add_argument("--odd", type=int, default=0)
+    parser.add_argument("--bench-acceptance", action="store_true")
     parser.add_argument("--refuse", help="end at once with this line")
     options = parser.parse_args()
     if options.refuse:

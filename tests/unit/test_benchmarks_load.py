@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestServer
 
+from sglang_adaptive.benchmarks import shares
 from sglang_adaptive.benchmarks.load import Load, Runner, measure, processes_for
 from sglang_adaptive.benchmarks.prompts import Prompts, SyntheticPrompts
 from sglang_adaptive.benchmarks.result import difference, summarize, tokens_until
 from sglang_adaptive.benchmarks.stats import geomean, percentile, ratio, spread
-from sglang_adaptive.benchmarks.streams import Request
+from sglang_adaptive.benchmarks.streams import Request, Streams
 from tests.fake_server import FakeServer
 
 PROMPTS = SyntheticPrompts((10, 20), (3, 5))
@@ -22,6 +24,7 @@ PROMPTS = SyntheticPrompts((10, 20), (3, 5))
 
 def fake(**changes: Any) -> FakeServer:
     options = {"step_ms": 4.0, "request_ms": 0.0, "accept": 1, "adaptive": False, "fail": 0}
+    options |= {"odd": 0, "bench_acceptance": False}
     return FakeServer(argparse.Namespace(**(options | changes)))
 
 
@@ -63,6 +66,64 @@ def test_a_window_is_measured_and_what_runs_is_cut_off():
 def test_the_first_requests_end_apart():
     load = Load(4, PROMPTS, seconds=1.0, output_tokens=(100, 100))
     assert [load.body(index)["sampling_params"]["max_new_tokens"] for index in range(6)] == [25, 50, 75, 100, 100, 100]
+
+
+def test_256_streams_are_spread_over_processes_and_measured_alike():
+    """4 processes against a server of 50 ms a step: what each user sees, and what sending took, are known."""
+    server = fake(step_ms=50, accept=4)
+    load = Load(256, PROMPTS, seconds=2.0, output_tokens=(60, 100), settle_seconds=0.2, stream_interval=16, seed="x")
+    cell = against(server, lambda url: measure(url, load, processes=4))
+    assert cell["errors"] == 0 and cell["cut"] >= 200
+    assert cell["requests"] == cell["completed"] + cell["cut"] == len(server.bodies)
+    sent = sorted(json.dumps(body, sort_keys=True) for body in server.bodies)
+    first = sorted(json.dumps(load.body(index), sort_keys=True) for index in range(256))
+    assert set(first) <= set(sent), "the first request of each stream is the one of its number"
+    # 4 tokens in at least 50 ms for each of 256 users
+    assert 20 < cell["tok_s_user"] <= 80 and 256 * 15 < cell["tok_s"] <= 256 * 80
+    assert cell["tpot_ms"]["n"] > 200 and cell["tpot_ms"]["p50"] >= 12.4
+    assert cell["ttft_ms"]["n"] > 20
+    assert cell["generator"]["processes"] == 4
+    assert 0 < cell["generator"]["busy"] < 0.9 and cell["generator"]["lag_ms"]["n"] > 8
+    assert not server.running
+
+
+def test_processes_finish_a_number_of_requests():
+    server = fake()
+    load = Load(5, PROMPTS, requests=13, output_tokens=(20, 20))
+    cell = against(server, lambda url: measure(url, load, processes=2))
+    assert (cell["requests"], cell["completed"], cell["errors"]) == (13, 13, 0)
+    assert len({json.dumps(body) for body in server.bodies}) == 13
+    assert cell["output_tokens"] == 13 * 20 and cell["seconds"] > 0
+
+
+def test_a_process_that_dies_is_an_error_and_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(shares.sys, "executable", "false")
+    with pytest.raises(RuntimeError, match="a process of the load generator ended with status 1"):
+        against(fake(), lambda url: measure(url, Load(2, PROMPTS, seconds=0.2), processes=2))
+
+
+def test_errors_in_other_processes_are_told():
+    load = Load(4, Prompts([{"image": "none"}]), seconds=0.2, ramp_timeout=20)
+    with pytest.raises(RuntimeError, match=r"0 of 4 requests got a first token.*HTTP 400.*no prompt"):
+        against(fake(), lambda url: measure(url, load, processes=2))
+
+
+def test_the_number_of_processes_follows_concurrency_and_cores():
+    assert [processes_for(c, cores=16) for c in (1, 32, 33, 64, 256, 1024)] == [1, 1, 2, 2, 5, 5]
+    assert [processes_for(c, cores=2) for c in (1, 256)] == [1, 1]
+
+
+def test_a_chunk_that_goes_on_is_read_without_decoding_it():
+    """Only a server's own fields count, whatever the text says."""
+    text = '\\"completion_tokens\\": 99, \\"finish_reason\\": null'
+    streams = Streams("", Load(1, PROMPTS), 0, 1, lambda: None)
+    request = Request(0.0)
+    for tokens, reason in ((3, "null"), (5, '{"type": "length"}')):
+        chunk = f'{{"text": "{text}", "meta_info": {{"completion_tokens": {tokens}, "finish_reason": {reason}}}}}'
+        streams._chunk(request, chunk.encode(), 0)
+    assert (
+        [tokens for _, tokens in request.stamps] == [3, 5] and request.done and request.meta["completion_tokens"] == 5
+    )
 
 
 def test_a_number_of_requests_is_sent_and_awaited():

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_adaptive.benchmarks import config, report, sweep
+from sglang_adaptive.benchmarks import config, report, session, sweep
 from sglang_adaptive.benchmarks.compare import Results, best_single, standing
 from sglang_adaptive.benchmarks.plan import Cell, Clock, Rows, remaining, stages
 from sglang_adaptive.errors import AdaptiveError
@@ -265,15 +265,38 @@ def test_a_wrong_configuration_is_refused(tmp_path):
         config.read(tmp_path / "empty.toml")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(config.__file__).parent / "configs").glob("*.toml")), ids=lambda p: p.stem
-)
+CONFIGS = Path(config.__file__).parent / "configs"
+VARIABLES = ("TARGET", "DRAFT", "PROMPTS", "SPS_TABLE", "SHAPE", "SMOLLM2", "SMOLLM2_DRAFT", "TINY", "TINY_DRAFT")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda p: p.stem)
 def test_the_example_configurations_can_be_read(path, monkeypatch):
-    for name in ("TARGET", "DRAFT", "PROMPTS", "SPS_TABLE", "TOKENIZER"):
+    for name in VARIABLES:
         monkeypatch.setenv(name, "/somewhere")
+    if path.stem.endswith("session"):
+        assert len(session.read(path)) > 3
+        return
     found = config.read(path)
-    assert [arm.name for arm in found.arms if arm.role == "ours"] == ["adaptive"]
-    assert {"none", "fixed", "compact"} <= {arm.role for arm in found.arms}
+    assert any(arm.role == "ours" for arm in found.arms)
+    if path.stem in ("smollm2", "dense"):
+        assert {"none", "fixed", "compact"} <= {arm.role for arm in found.arms}
+        assert len([arm for arm in found.arms if arm.role == "fixed"]) == 4
+
+
+def test_a_sweep_refuses_a_server_that_does_not_simulate_what_it_wants(tmp_path):
+    (tmp_path / "rates.toml").write_text(
+        'name = "r"\nsource = "s"\n[[kinds]]\nname = "k"\nshare = 1\nrates = [0.5]\nauc = 0.7\nece = 0.0\n'
+    )
+    fixed = [
+        ARMS[1] | {"name": "stock"},
+        ARMS[1] | {"name": "simulating", "args": [*ARMS[1]["args"], "--bench-acceptance"]},
+    ]
+    simulated = written(tmp_path, [ARMS[0], *fixed], acceptance="rates.toml", concurrency=[1], repeats=1)
+    assert run(simulated, tmp_path / "out") == 0
+    assert {arm for arm, *_ in cells(tmp_path / "out")} == {"none", "simulating"}
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["acceptance"]["name"] == "r"
+    assert run(written(tmp_path, fixed, concurrency=[1], repeats=1), tmp_path / "real") == 0
+    assert {arm for arm, *_ in cells(tmp_path / "real")} == {"stock"}
 
 
 def row(arm: str, concurrency: int, repeat: int, tok_s: float) -> dict[str, Any]:
