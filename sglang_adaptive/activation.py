@@ -1,8 +1,8 @@
 """From ``--speculative-algorithm DSPARK_ADAPTIVE`` to an active plugin in every process of the server.
 
 The host asks in some eighty places which algorithm runs, in a quarter of them by comparing the name. The first step of
-the resolution therefore declares the drafter's family (DSPARK) as the resolved value, which all of them read, while the
-raw record keeps the name that the user gave: that is the adaptive identity.
+the resolution therefore declares the drafter's family (DSPARK, EAGLE3 or EAGLE, by the checkpoint) as the resolved
+value, which all of them read, while the raw record keeps the name that the user gave: that is the adaptive identity.
 
 A child process gets the record by pickling. The marker that ``resolve_family`` hangs onto it activates the plugin when
 it is unpickled, before the child runs its first statement; a child that cannot import the plugin fails there, so none
@@ -16,36 +16,42 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang_adaptive import ALGORITHM
+from sglang_adaptive import ALGORITHM, family
 from sglang_adaptive.errors import AdaptiveError
+from sglang_adaptive.family import Family
 
 logger = logging.getLogger(__name__)
 
-FAMILY = "DSPARK"
 RAGGED_MODE = "SGLANG_RAGGED_VERIFY_MODE"
 
 _mode_is_ours = False
+_family = family.DSPARK
 
 
 class Marker:
     """Rides on the server's argument record, and activates the plugin in the process that unpickles it.
 
     ``mode`` is the host's ragged verification mode: ``compact``, or ``static`` on an attention backend that can only
-    verify uniformly.
+    verify uniformly. ``family`` is the name of the draft's family.
     """
 
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
+    def __init__(self, mode: str, family: str) -> None:
+        self.mode, self.family = mode, family
 
-    def __reduce__(self) -> tuple[Callable[[str], Marker], tuple[str]]:
-        return arrive, (self.mode,)
+    def __reduce__(self) -> tuple[Callable[[str, str], Marker], tuple[str, str]]:
+        return arrive, (self.mode, self.family)
 
 
-def arrive(mode: str) -> Marker:
+def arrive(mode: str, name: str) -> Marker:
     """Activate this process. Called by pickle in each child process."""
     _set_mode(mode)
-    activate()
-    return Marker(mode)
+    activate(family.FAMILIES[name])
+    return Marker(mode, name)
+
+
+def active_family() -> Family:
+    """The family that this process serves; DSPARK before it is known."""
+    return _family
 
 
 def is_adaptive(server_args: Any) -> bool:
@@ -53,15 +59,19 @@ def is_adaptive(server_args: Any) -> bool:
     return (server_args.speculative_algorithm or "").upper() == ALGORITHM
 
 
-def activate() -> None:
-    """Check the host and the options, and apply the patches that this algorithm needs. Idempotent."""
+def activate(found: Family) -> None:
+    """Check the host and the options, and apply the patches that the family needs. Idempotent."""
+    global _family
     from sglang_adaptive.guard import require
     from sglang_adaptive.options import Options
-    from sglang_adaptive.patches import adaptive, metrics, registry
+    from sglang_adaptive.patches import adaptive, eagle, metrics, registry
 
     require()
     Options.from_env(os.environ)
     registry.apply([*adaptive.PATCHES, *metrics.PATCHES])
+    if found is not family.DSPARK:
+        registry.apply(eagle.PATCHES)
+    _family = found
 
 
 def _set_mode(mode: str) -> None:
@@ -87,10 +97,13 @@ def resolve_family(server_args: Any, previous: Callable[[Any], None]) -> None:
 
         if RAGGED_MODE in os.environ:
             raise AdaptiveError(f"{RAGGED_MODE} is set, but {ALGORITHM} chooses the mode itself: unset it.")
-        activate()
+        found = family.find(server_args)
+        shape = {} if found.steps is None else family.chain(server_args, found)
+        activate(found)
+        # Also what the host captures graphs by, whatever the family.
         _set_mode("compact")
-        server_args._sglang_adaptive = Marker("compact")
-        declare_resolution(server_args, "sglang_adaptive", speculative_algorithm=FAMILY)
+        server_args._sglang_adaptive = Marker("compact", found.name)
+        declare_resolution(server_args, "sglang_adaptive", speculative_algorithm=found.algorithm, **shape)
     previous(server_args)
 
 
@@ -99,7 +112,7 @@ def check_after_resolution(server_args: Any, previous: Callable[[Any], None]) ->
     if is_adaptive(server_args):
         from sglang_adaptive import checks
 
-        checks.before(server_args)
+        checks.before(server_args, _family)
         _fall_back_to_uniform(server_args)
         previous(server_args)
         checks.after(server_args)
@@ -108,7 +121,7 @@ def check_after_resolution(server_args: Any, previous: Callable[[Any], None]) ->
 
 
 def _fall_back_to_uniform(server_args: Any) -> None:
-    """Where the target's attention cannot verify ragged lengths, verify every draft token, and log why."""
+    """Where the target cannot verify ragged lengths, verify every draft token, and log why."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolving_view
     from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -116,30 +129,32 @@ def _fall_back_to_uniform(server_args: Any) -> None:
     from sglang_adaptive.guard import backends
 
     cfg = resolving_view(server_args)
-    mla = model_config_of(server_args).attention_arch == AttentionArch.MLA
+    model = model_config_of(server_args)
     graphs = cfg.device != "cpu" and cfg.cuda_graph_config.decode.backend != Backend.DISABLED
     enough = (backends.GRAPHS,) if graphs else (backends.GRAPHS, backends.EAGER)
+    reason = None if _family is family.DSPARK else backends.unable_target(model)
     for name in attention_backends_of(cfg):
-        able = backends.capability(name, mla)
+        able = backends.capability(name, model.attention_arch == AttentionArch.MLA)
         if able == backends.NONE:
             raise AdaptiveError(
                 f"The attention backend {name} cannot verify draft tokens, so {ALGORITHM} cannot serve with it: drop "
                 "--attention-backend to get the default of this machine."
             )
         if able not in enough:
-            logger.warning(
-                "%s verifies every draft token: attention backend %s cannot verify a different number per request%s.",
-                ALGORITHM,
-                name,
-                " under CUDA graphs" if graphs else "",
-            )
-            _set_mode("static")
-            server_args._sglang_adaptive = Marker("static")
-            return
+            under = " under CUDA graphs" if graphs else ""
+            reason = f"attention backend {name} cannot verify a different number per request{under}"
+    if reason is not None:
+        logger.warning("%s verifies every draft token: %s.", ALGORITHM, reason)
+        _set_mode("static")
+        server_args._sglang_adaptive = Marker("static", _family.name)
 
 
 def worker_class(server_args: Any) -> type:
-    """The worker of the adaptive algorithm (imports the runtime)."""
+    """The worker of the family (imports the runtime)."""
+    if _family is not family.DSPARK:
+        from sglang_adaptive.runtime.eagle import AdaptiveEagleWorker
+
+        return AdaptiveEagleWorker
     from sglang_adaptive.patches import registry, sampling
     from sglang_adaptive.runtime.worker import AdaptiveDSparkWorker
 
@@ -148,15 +163,13 @@ def worker_class(server_args: Any) -> type:
 
 
 def family_class() -> type:
-    """The registered algorithm's class: every question is answered as the DSpark family answers it."""
+    """The registered algorithm's class: every question is answered as the draft's family answers it."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-    family = SpeculativeAlgorithm[FAMILY]
-
     def delegate(name: str) -> Callable[..., Any]:
         def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(family, name)(*args, **kwargs)
+            return getattr(SpeculativeAlgorithm[_family.algorithm], name)(*args, **kwargs)
 
         ask.__name__ = name
         return ask

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_adaptive import ALGORITHM
 from sglang_adaptive.errors import AdaptiveError
+from sglang_adaptive.family import DSPARK, Family, separate_draft
 
 # (host field, value that is fine, what to say)
 _UNSUPPORTED = (
@@ -27,7 +28,7 @@ _UNSUPPORTED = (
         "budget alignment, which its own cost model does: drop --speculative-dspark-align-verify-tokens-to-graph-tier",
     ),
     ("disable_cuda_graph_padding", (None, False), "unpadded CUDA graphs: drop --disable-cuda-graph-padding"),
-    ("enable_multi_layer_eagle", (None, False), "EAGLE layers: drop --enable-multi-layer-eagle"),
+    ("enable_multi_layer_eagle", (None, False), "a draft model per position: serve with --speculative-algorithm EAGLE"),
 )
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -37,7 +38,7 @@ def _refuse(reason: str) -> None:
     raise AdaptiveError(f"{ALGORITHM} does not work with {reason}.")
 
 
-def before(server_args: Any) -> None:
+def before(server_args: Any, family: Family) -> None:
     """Refuse flags that cannot work, and a missing or foreign draft. Raises AdaptiveError."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -51,6 +52,11 @@ def before(server_args: Any) -> None:
         _refuse("data-parallel attention: drop --enable-dp-attention, or serve with --speculative-algorithm DSPARK")
     if cfg.disaggregation_mode != "null":
         _refuse("prefill/decode disaggregation: drop --disaggregation-mode, or select --speculative-algorithm DSPARK")
+    if family is not DSPARK:
+        path = separate_draft(server_args)
+        if path is not None:
+            _check_target(path, _draft_config(path, cfg), server_args)
+        return
     path = _draft_path(server_args, cfg)
     if path is not None:
         draft = _draft_config(path, cfg)
@@ -87,8 +93,8 @@ def _draft_path(server_args: Any, cfg: Any) -> str | None:
     found = speculative_hook._target_checkpoint_dspark_subfolder(cfg.model_path, cfg.revision, cfg.download_dir)
     if found is None:
         raise AdaptiveError(
-            f"{ALGORITHM} needs a draft model, and {cfg.model_path} carries none: name one with "
-            "--speculative-draft-model-path."
+            f"{ALGORITHM} needs a draft model, and {cfg.model_path} carries none (neither DSpark nor MTP): "
+            "name one with --speculative-draft-model-path."
         )
     return str(found)
 
@@ -130,14 +136,9 @@ def _check_family(path: str, draft: Any) -> None:
     if is_dspark:
         return
     shown = ", ".join(names) or "an unknown architecture"
-    if any(word in name.lower() for name in names for word in ("eagle", "nextn", "mtp")):
-        raise AdaptiveError(
-            f"The draft model {path} is {shown}: {ALGORITHM} adapts DSpark drafts only so far; serve this one with "
-            "--speculative-algorithm EAGLE or EAGLE3."
-        )
     raise AdaptiveError(
-        f"The draft model {path} is {shown}, which is no DSpark draft (it has no Markov head): name a DSpark "
-        "checkpoint with --speculative-draft-model-path."
+        f"The draft model {path} is {shown}, which is neither a DSpark draft (it has no Markov head) nor an EAGLE, "
+        "EAGLE3 or MTP draft: name such a checkpoint with --speculative-draft-model-path."
     )
 
 
@@ -200,6 +201,24 @@ def _check_match(path: str, draft: Any, server_args: Any) -> None:
             f"The draft model {path} reads target layers {list(layers)}, but {server_args.model_path} has "
             f"{model.num_hidden_layers}: use the draft that belongs to it."
         )
+    _refuse_foreign(path, pairs, server_args)
+
+
+def _check_target(path: str, draft: Any, server_args: Any) -> None:
+    """Whether an EAGLE, EAGLE3 or MTP draft reads the target's hidden states and shares its vocabulary."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    model = model_config_of(server_args)
+    text = getattr(draft, "text_config", draft)
+    read = getattr(draft, "target_hidden_size", None) or getattr(text, "hidden_size", None)
+    pairs = (
+        ("vocabulary size", getattr(text, "vocab_size", None), model.vocab_size),
+        ("hidden size", read, model.hidden_size),
+    )
+    _refuse_foreign(path, pairs, server_args)
+
+
+def _refuse_foreign(path: str, pairs: Any, server_args: Any) -> None:
     for what, of_draft, of_target in pairs:
         if of_draft is not None and of_target is not None and int(of_draft) != int(of_target):
             raise AdaptiveError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 GRAPHS = "varlen graphs"  # packs the chosen tokens, replaying one captured graph per token tier
 EAGER = "packed, without graphs"  # packs the chosen tokens in eager forwards
 UNIFORM = "uniform"  # reads one length for all requests: every draft is verified
@@ -33,3 +35,18 @@ def capability(backend: str, mla: bool) -> str:
     The host's name ``flashinfer`` means another backend for a model with latent attention (``mla``).
     """
     return CAPABILITY.get("flashinfer_mla" if mla and backend == "flashinfer" else backend, UNIFORM)
+
+
+def unable_target(model_config: Any) -> str | None:
+    """Why a target cannot verify a different number of tokens per request whatever the backend; None where it can.
+
+    Positions of multimodal rotary embeddings are laid out for one length per request. Of the recurrent layers only
+    KDA's kernels take ragged lengths.
+    """
+    from sglang.srt.configs.hybrid_arch import kimi_linear_config, mambaish_config
+
+    if model_config.model_is_mrope:
+        return "multimodal rotary positions are laid out for one number per request"
+    if mambaish_config(model_config) is not None and kimi_linear_config(model_config) is None:
+        return "the target's recurrent layers cannot verify a different number per request"
+    return None

@@ -30,7 +30,7 @@ def can_run(worker: Any, batch: Any) -> bool:
 
 def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> GenerationBatchResult:
     """Run the step for the R requests of ``batch``; commits exactly one token for each."""
-    planner, runner, width = worker._verify_planner, worker.model_runner, worker.verify_num_draft_tokens
+    planner, runner, width = worker.planner, worker.model_runner, worker.verify_num_draft_tokens
     draft_input, prefix_lens = batch.spec_info, batch.seq_lens
     requests, device = len(prefix_lens), worker.device
     seq_lens_cpu, seq_lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum

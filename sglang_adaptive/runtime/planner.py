@@ -1,4 +1,8 @@
-"""The decision of each step, in the order it happens: collect, size on the CPU, allocate on the device."""
+"""The decision of each step, in the order it happens: collect, size on the CPU, allocate on the device.
+
+It is the same for every family of drafts. A family adds how it drafts, how its confidences come about, and where in the
+host's step these methods are called.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.runtime_context import get_parallel, get_schedule
-from sglang.srt.speculative.dspark_components.dspark_planner import (
-    DSparkVerifyPlanner,
-    ragged_capture_num_tokens,
-    uniform_ragged_layout,
-)
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_adaptive.options import Options
 from sglang_adaptive.policy.allocation import allocate
@@ -24,6 +22,10 @@ from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.engine import Engine, PolicyConfig
 from sglang_adaptive.runtime import trace_features
 from sglang_adaptive.runtime.counters import Counters
+from sglang_adaptive.runtime.device import async_h2d, compiled
+from sglang_adaptive.runtime.estimate import Estimate
+from sglang_adaptive.runtime.layouts import Layouts
+from sglang_adaptive.runtime.priorities import Priorities
 from sglang_adaptive.runtime.relay import OVERLAP_LAG, SYNC_LAG, StepRecord, StepRelay
 from sglang_adaptive.runtime.trace import TraceRecorder, describe
 
@@ -33,27 +35,27 @@ logger = logging.getLogger(__name__)
 CALIBRATE_STEPS = 16
 
 
-class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
+class StepPlanner:
     """Verification lengths of a step from stale confidences (budget) and live ones (shares).
 
-    The host asks its planner three things per step, and this one answers them differently: ``prepare_verify_budget``
-    before the launch, ``resolve_verify_token_budget`` after the draft and ``schedule_layout`` before the verification.
-    What the host builds from the lengths (packing, graph tier, KV locations) is its own.
+    A worker calls ``size`` before the launch, ``layout`` between draft and verification, and ``publish`` when the
+    outcome is known on the device. ``gamma`` is K; ``group`` are the ranks that must decide alike; ``ragged`` is False
+    where the attention verifies uniformly, so that nothing is ever decided.
     """
 
-    def __init__(self, *, tp_rank: int, **kwargs: Any) -> None:
-        # The host logs on rank 0 that verification is not scheduled without an offline table; that is not so here.
-        super().__init__(tp_rank=-1, **kwargs)
-        self._is_verify_all = False
-        self.counters = Counters(self.gamma)
+    def __init__(self, *, gamma: int, model_runner: Any, device: Any, group: Any, ragged: bool) -> None:
+        self.gamma, self.model_runner, self.device = gamma, model_runner, device
+        self.ragged = ragged
+        self.counters = Counters(gamma)
         self.decision: Decision | None = None
-        self._group = self._tp_sync._tp_group
+        self.estimate: Estimate | None = None
+        self._group = group
+        self._layouts = Layouts(model_runner, device, gamma + 1)
         self._engine: Engine | None = None
         self._relay: StepRelay | None = None
         self._allocate: Callable[..., torch.Tensor] = allocate
         self._iteration = 0
         self._layout: Any = None
-        self._anchor_layouts: dict[int, Any] = {}
         self._calibration: torch.Tensor | None = None
         self._calibration_version = -1
         self._trace: TraceRecorder | None = None
@@ -62,27 +64,34 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         self._weights: np.ndarray | None = None
         self._log_every = False
 
-    def begin_serving(self, *, cost: CostModel, options: Options, max_requests: int) -> None:
-        """Take the profiled costs, and the memory pools that exist by now."""
+    def begin_serving(
+        self, *, cost: CostModel, options: Options, max_requests: int, estimate: Estimate | None = None
+    ) -> None:
+        """Take the profiled costs, and the memory pools that exist by now.
+
+        ``estimate`` makes the confidences of drafts without a head, and learns by itself what the engine's calibration
+        learns of a head.
+        """
+        self.estimate = estimate
         pool = self.model_runner.req_to_token_pool
         config = PolicyConfig(
             min_gain=options.min_gain,
             min_len=options.min_verify_len,
             max_len=min(options.max_verify_len or self.gamma + 1, self.gamma + 1),
-            calibrate=options.calibration,
+            calibrate=options.calibration and estimate is None,
             correct_costs=options.cost_correction,
             skip_draft=options.skip_draft,
             auto_refresh=self._group.world_size == 1,
         )
         self._engine = Engine(config, cost if options.policy else CostModel.empty(), self.gamma)
-        self.counters.begin_serving(self._engine.calibration if config.calibrate else None, self.is_compact_mode)
+        self.counters.begin_serving(self._engine.calibration if config.calibrate else None, self.ragged)
         self._relay = StepRelay(
             num_slots=pool.req_to_token.shape[0],
             gamma=self.gamma,
             max_requests=max_requests,
             device=self.device,
             lag=SYNC_LAG if get_schedule().disable_overlap_schedule else OVERLAP_LAG,
-            extra=trace_features.width(self.gamma) if self.traces(options) else 0,
+            extra=trace_features.width(self.gamma) if self.traces(options) or estimate is not None else 0,
         )
         if self.traces(options):
             self._trace = TraceRecorder(options.trace, self.gamma, meta=describe(self.model_runner.server_args))
@@ -105,15 +114,11 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
 
     # -- before the launch, on the CPU, while the device runs the previous step --
 
-    def prepare_verify_budget(self, batch: Any, future_map: Any) -> None:
-        """Called by the host's overlapping scheduler."""
-        self.size(batch)
-
     def size(self, batch: Any) -> None:
         """Decide this step's budget from steps that are old enough."""
         self._iteration = batch.forward_iter
         self.decision = None
-        if not self.is_compact_mode:
+        if not self.ragged:
             return
         for record in self._relay.collect(self._iteration):
             self._learn(record)
@@ -121,6 +126,8 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             return
         slots = batch.req_pool_indices_cpu.numpy()
         generations = self.model_runner.req_to_token_pool.req_generation[batch.req_pool_indices_cpu].numpy()
+        if self.estimate is not None:
+            self.estimate.begin(self._iteration, slots, generations)
         confidence, fresh = self._relay.read(slots, generations)
         self._slots, self._generations, self._kv_tokens = slots, generations, _kv_tokens(batch)
         self._weights = None if self._priorities is None else self._priorities.weights(batch.reqs)
@@ -153,6 +160,8 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
             verified=record.verify_lens - 1,
             accepted=record.commit_lens - 1,
         )
+        if self.estimate is not None:
+            self.estimate.learn(record)
         if self._group.world_size > 1 and self._engine.refresh_due:
             state = torch.from_numpy(self._engine.measured_state())
             torch.distributed.broadcast(state, src=self._group.ranks[0], group=self._group.cpu_group)
@@ -165,52 +174,25 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
 
     # -- after the draft --
 
-    def resolve_verify_token_budget(self, *, draft_input: Any, **_: Any) -> int | None:
-        """The budget was decided before the launch, with and without overlap."""
-        draft_input.verify_token_budget = None if self.decision is None else self.decision.budget
-        return draft_input.verify_token_budget
-
-    def schedule_layout(self, *, req_pool_indices: torch.Tensor, confidence: torch.Tensor | None, **kwargs: Any) -> Any:
-        """The step's packed layout, or the cached uniform one where everything is verified."""
-        if not self.is_compact_mode:
-            return None
+    def layout(self, requests: int, confidence: torch.Tensor | None) -> Any:
+        """The step's packed layout from its live confidences [R, K]; the cached uniform one where all is verified."""
         if confidence is not None and self._group.world_size > 1:
             # Ranks must allocate alike: they use rank 0's confidences, like its draft tokens.
             self._group.broadcast(confidence, src=0)
-        if self.decision is None or self.decision.uniform:
-            self._layout = self._uniform_layout(len(req_pool_indices), kwargs.get("global_num_reqs"))
-        else:
-            self._layout = super().schedule_layout(req_pool_indices=req_pool_indices, confidence=confidence, **kwargs)
-        return self._layout
-
-    def _uniform_layout(self, requests: int, global_requests: int | None) -> Any:
-        key = (requests, global_requests)
-        if key not in self._uniform_layout_cache:
-            self._uniform_layout_cache[key] = uniform_ragged_layout(
-                bs=requests,
-                device=self.device,
-                verify_num_draft_tokens=self.verify_num_draft_tokens,
-                ragged_verify_mode=self._ragged_verify_mode,
-                model_runner=self.model_runner,
-                tier_num_reqs=global_requests,
-            )
-        return self._uniform_layout_cache[key]
-
-    def _schedule_verify_lens(
-        self, *, confidence: torch.Tensor | None, budget: int | None, **_: Any
-    ) -> torch.Tensor | None:
-        if confidence is None or budget is None:
-            return None
-        config = self._engine.config
-        weights = self._weights
-        return self._allocate(
+        if confidence is None or self.decision is None or self.decision.uniform:
+            self._layout = self._layouts.uniform(requests)
+            return self._layout
+        config, weights = self._engine.config, self._weights
+        verify_lens = self._allocate(
             confidence,
-            budget,
+            self.decision.budget,
             min_len=config.min_len,
             max_len=config.max_len,
             calibration=self._calibration,
             weights=None if weights is None else async_h2d(torch.from_numpy(weights).float(), self.device),
         )
+        self._layout = self._layouts.ragged(verify_lens, requests + self.decision.budget)
+        return self._layout
 
     # -- a step without a draft --
 
@@ -219,14 +201,8 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         self.decision = replace(self.decision, draft=True, uniform=True, budget=len(self._slots) * self.gamma)
 
     def anchor_layout(self, requests: int) -> Any:
-        """The packed layout that verifies one token of each request; cached."""
-        if requests not in self._anchor_layouts:
-            tiers = ragged_capture_num_tokens(model_runner=self.model_runner)
-            grid = tiers if tiers and tiers[-1] >= requests else [requests]
-            self._anchor_layouts[requests] = RaggedVerifyLayout.from_verify_lens(
-                verify_lens_cpu=[1] * requests, device=self.device, grid=grid
-            )
-        self._layout = self._anchor_layouts[requests]
+        """The packed layout that verifies one token of each request."""
+        self._layout = self._layouts.anchors(requests)
         return self._layout
 
     def ones(self, requests: int) -> torch.Tensor:
@@ -256,43 +232,18 @@ class AdaptiveVerifyPlanner(DSparkVerifyPlanner):
         self._draft_columns = None
 
 
-class Priorities:
-    """Weights of requests from the host's request priority.
-
-    A request's tokens weigh ``1 + weight`` times as much for each step of priority above none, at most eight steps.
-    """
-
-    def __init__(self, weight: float, low_values_first: bool) -> None:
-        self._base, self._sign = 1.0 + weight, -1 if low_values_first else 1
-
-    def weights(self, requests: list[Any]) -> np.ndarray | None:
-        """[R] float64 > 0; None where no request has a priority."""
-        values = np.fromiter((request.priority or 0 for request in requests), np.float64, len(requests))
-        return self._base ** np.clip(self._sign * values, -8, 8) if values.any() else None
-
-
 def compiled_allocation(
     max_requests: int, config: PolicyConfig, calibration: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
     """``allocate`` under torch.compile, compiled now for all shapes that serving meets; as it is where that fails."""
-    compiled = torch.compile(allocate, dynamic=True)
     gamma, device = calibration.shape[1], calibration.device
-    try:
-        for requests in sorted({1, 2, max_requests}):
-            confidence = torch.full((requests, gamma), 0.5, device=device)
-            for budget in (0, 1, 2, 3):
-                compiled(confidence, budget, min_len=config.min_len, max_len=config.max_len, calibration=calibration)
-    except Exception as error:
-        logger.warning("sglang_adaptive: torch.compile failed (%s): the allocation runs uncompiled.", error)
-        return allocate
-    return compiled
-
-
-def async_h2d(values: torch.Tensor, device: Any) -> torch.Tensor:
-    """The values on the device, without waiting for the copy."""
-    if torch.device(device).type != "cuda":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
+    named = {"min_len": config.min_len, "max_len": config.max_len, "calibration": calibration}
+    examples = (
+        ((torch.full((requests, gamma), 0.5, device=device), budget), named)
+        for requests in sorted({1, 2, max_requests})
+        for budget in (0, 1, 2, 3)
+    )
+    return compiled(allocate, examples, "allocation")
 
 
 def _kv_tokens(batch: Any) -> float:

@@ -1,7 +1,8 @@
 """What a step costs on this machine: timed once at start-up, kept on disk.
 
 Target verification is timed by token count, drafting by request count and acceptance by both, each through the very
-calls that serving makes (with CUDA graphs where they were captured). On the CPU these are eager forwards.
+calls that serving makes (with CUDA graphs where they were captured). On the CPU these are eager forwards. What a draft
+is, the worker says; what a family runs in every step, with or without a draft, counts as verification.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import json
 import logging
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_model, get_parallel, get_spec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window, ragged_capture_num_tokens
+from sglang.srt.speculative.dspark_components.dspark_planner import ragged_capture_num_tokens
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_adaptive import HOST_VERSION, __version__
 from sglang_adaptive.options import Options
@@ -94,6 +94,7 @@ def _key(worker: Any) -> dict[str, str]:
     else:
         hardware = f"{_cpu_name()}, {torch.get_num_threads()} threads"
     facts = {
+        "family": worker.family,
         "target": get_model().model_path,
         "target_config": hashlib.sha256(runner.model_config.hf_config.to_json_string().encode()).hexdigest()[:16],
         "draft": get_spec().speculative_draft_model_path,
@@ -127,6 +128,14 @@ class _Timer:
         self.seconds = seconds
         self.tiers = ragged_capture_num_tokens(model_runner=self.runner)
         self.max_requests = self.runner.max_running_requests
+        self._always = worker.profiled_always
+        self._calls: dict[str, Callable[[int, int], Callable[[], Any]]] = {
+            "verify": self._verify,
+            "accept": self._accept,
+            "draft": worker.profiled_draft,
+        }
+        if self._always is not None:
+            self._calls["always"] = self._always
 
     def run(self) -> CostModel:
         """Time everything within the seconds given, smallest sizes first; what is not reached is extrapolated."""
@@ -149,6 +158,10 @@ class _Timer:
                 )
                 break
             times = self._time(kind, count, kv_length)
+            if kind == "draft" and self._always is not None:
+                # It is part of every verification's time already.
+                besides = statistics.median(self._time("always", count, kv_length))
+                times = [max(ms - besides, 1e-3) for ms in times]
             if kind == "verify":
                 results[kind] += [VerifySample(count, kv_length * self._rows(count), ms) for ms in times]
             else:
@@ -193,7 +206,7 @@ class _Timer:
 
     @torch.no_grad()
     def _time(self, kind: str, count: int, kv_length: int) -> list[float]:
-        call = {"verify": self._verify, "draft": self._draft, "accept": self._accept}[kind](count, kv_length)
+        call = self._calls[kind](count, kv_length)
         call()
         times = []
         for _ in range(REPLAYS):
@@ -217,6 +230,7 @@ class _Timer:
         )
         offsets = torch.cat([torch.arange(length) for length in lens])
         seq_lens_cpu = torch.full((rows,), kv_length, dtype=torch.int64)
+        besides = None if self._always is None else self._always(rows, kv_length)
 
         def call() -> None:
             batch = ForwardBatch(
@@ -229,7 +243,7 @@ class _Timer:
                 seq_lens_sum=rows * kv_length + tokens,
                 seq_lens_cpu=seq_lens_cpu + torch.tensor(lens),
                 positions=self._padded(offsets + kv_length, layout.graph_num_tokens),
-                spec_algorithm=SpeculativeAlgorithm.DSPARK,
+                spec_algorithm=self.runner.spec_algorithm,
                 spec_info=DFlashVerifyInput(
                     draft_token=self._zeros(layout.graph_num_tokens),
                     positions=self._padded(offsets + kv_length, layout.graph_num_tokens),
@@ -252,43 +266,8 @@ class _Timer:
             self.worker.target_worker.forward_batch_generation(
                 batch=None, forward_batch=batch, is_verify=True, skip_attn_backend_init=True
             )
-
-        return call
-
-    def _draft(self, requests: int, kv_length: int) -> Any:
-        seq_lens_cpu = torch.full((requests,), kv_length, dtype=torch.int64)
-        batch = SimpleNamespace(
-            req_pool_indices=self._zeros(requests),
-            seq_lens=seq_lens_cpu.to(self.device),
-            seq_lens_cpu=seq_lens_cpu,
-            global_num_tokens=None,
-            global_num_tokens_for_logprob=None,
-            can_run_decode_cuda_graph=False,
-            is_extend_in_batch=False,
-            dp_spec_prefill_coordination_applied=False,
-        )
-        draft_input = SimpleNamespace(bonus_tokens=self._zeros(requests), nxt_kv_lens_cpu=None)
-
-        def call() -> None:
-            window = alloc_verify_window(
-                batch=batch,
-                bs=requests,
-                device=self.device,
-                verify_num_draft_tokens=self.width,
-                block_pos_offsets=self.worker._block_pos_offsets,
-                model_runner=self.runner,
-                seq_lens_cpu=seq_lens_cpu,
-            )
-            with self.worker._draft_context():
-                self.worker._proposer.propose(
-                    batch=batch,
-                    draft_input=draft_input,
-                    verify_window=window,
-                    bs=requests,
-                    device=self.device,
-                    target_model=self.runner.model,
-                    sampling_info=None,
-                )
+            if besides is not None:
+                besides()
 
         return call
 

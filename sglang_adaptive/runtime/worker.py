@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.runtime_context import get_schedule
 from sglang.srt.speculative.dspark_components import dspark_worker_v2 as host
+from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 
-from sglang_adaptive import ALGORITHM, __version__
-from sglang_adaptive.options import Options
-from sglang_adaptive.patches.registry import refuse_foreign_hooks
-from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.runtime import plain
-from sglang_adaptive.runtime.counters import Counters
-from sglang_adaptive.runtime.planner import AdaptiveVerifyPlanner
-from sglang_adaptive.runtime.profiler import profile
+from sglang_adaptive.runtime.dspark_planner import AdaptiveVerifyPlanner
+from sglang_adaptive.runtime.serving import AdaptiveServing
 from sglang_adaptive.runtime.trace_features import watch_drafts
-
-logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -35,36 +28,27 @@ def _planner_in_place():
         host.DSparkVerifyPlanner = original
 
 
-class AdaptiveDSparkWorker(host.DSparkWorkerV2):
+class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
     """Drafts, verifies and accepts as the host does; how much it verifies is the planner's decision."""
 
+    profiled_always = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse_foreign_hooks()
-        self._options = Options.from_env(os.environ)
+        self.begin_process()
         with _planner_in_place():
             super().__init__(*args, **kwargs)
-        self._ranks = _gather_ranks()
-        if get_parallel().tp_rank == 0:
-            logger.info(
-                "%s is active on %d rank(s): sglang_adaptive %s, K=%d, overlap %s, options %s",
-                ALGORITHM,
-                len(self._ranks),
-                __version__,
-                self.gamma,
-                "off" if get_schedule().disable_overlap_schedule else "on",
-                self._options.as_dict(),
-            )
+        self.announce("DSPARK")
+
+    @property
+    def planner(self) -> AdaptiveVerifyPlanner:
+        return self._verify_planner
 
     def init_cuda_graphs(self) -> None:
         """Capture as the host does, then profile what was captured."""
         super().init_cuda_graphs()
-        ragged = self._verify_planner.is_compact_mode
-        self._cost = profile(self, self._options) if ragged else CostModel.empty()
-        self._verify_planner.begin_serving(
-            cost=self._cost, options=self._options, max_requests=self.model_runner.max_running_requests
-        )
-        if ragged and self._verify_planner.traces(self._options):
-            watch_drafts(self._proposer, self._verify_planner.see_draft)
+        self.begin_serving()
+        if self.planner.ragged and self.planner.traces(self.options):
+            watch_drafts(self._proposer, self.planner.see_draft)
 
     def forward_batch_generation(
         self,
@@ -73,10 +57,10 @@ class AdaptiveDSparkWorker(host.DSparkWorkerV2):
         grammar_barrier: Any = None,
         **kwargs: Any,
     ) -> Any:
+        planner, prefix_lens = self.planner, batch.seq_lens
         if get_schedule().disable_overlap_schedule:
             # The overlapping scheduler sizes before it launches; without it there is no earlier place than this.
-            self._verify_planner.size(batch)
-        planner, prefix_lens = self._verify_planner, batch.seq_lens
+            planner.size(batch)
 
         def publish(new_seq_lens: torch.Tensor, confidence: torch.Tensor | None = None) -> None:
             if planner.decision is not None:
@@ -94,46 +78,41 @@ class AdaptiveDSparkWorker(host.DSparkWorkerV2):
             planner.draft_after_all()
         return super().forward_batch_generation(batch, publish, grammar_barrier, **kwargs)
 
-    @property
-    def adaptive_counters(self) -> Counters:
-        """What the metrics are written from."""
-        return self._verify_planner.counters
+    def profiled_draft(self, requests: int, kv_length: int) -> Callable[[], Any]:
+        """One draft for R requests, which all use the host's padding slot."""
+        seq_lens_cpu = torch.full((requests,), kv_length, dtype=torch.int64)
+        zeros = torch.zeros(requests, dtype=torch.int64, device=self.device)
+        batch = SimpleNamespace(
+            req_pool_indices=zeros,
+            seq_lens=seq_lens_cpu.to(self.device),
+            seq_lens_cpu=seq_lens_cpu,
+            global_num_tokens=None,
+            global_num_tokens_for_logprob=None,
+            can_run_decode_cuda_graph=False,
+            is_extend_in_batch=False,
+            dp_spec_prefill_coordination_applied=False,
+        )
+        draft_input = SimpleNamespace(bonus_tokens=zeros, nxt_kv_lens_cpu=None)
 
-    def adaptive_state(self) -> dict[str, Any]:
-        """What /server_info shows of this rank."""
-        return {
-            "active": True,
-            "algorithm": ALGORITHM,
-            "version": __version__,
-            "rank": get_parallel().tp_rank,
-            "ranks": self._ranks,
-            "options": self._options.as_dict(),
-            "cost": {
-                "verify_tokens": self._cost.tiers.tolist(),
-                "kv_tokens": self._cost.kv_points.tolist(),
-                "verify_ms": self._cost.verify_ms.tolist(),
-                "draft_requests": self._cost.draft_points.tolist(),
-                "draft_ms": self._cost.draft_ms.tolist(),
-            },
-            **self._verify_planner.counters.as_dict(),
-        }
+        def call() -> None:
+            window = alloc_verify_window(
+                batch=batch,
+                bs=requests,
+                device=self.device,
+                verify_num_draft_tokens=self.verify_num_draft_tokens,
+                block_pos_offsets=self._block_pos_offsets,
+                model_runner=self.model_runner,
+                seq_lens_cpu=seq_lens_cpu,
+            )
+            with self._draft_context():
+                self._proposer.propose(
+                    batch=batch,
+                    draft_input=draft_input,
+                    verify_window=window,
+                    bs=requests,
+                    device=self.device,
+                    target_model=self.model_runner.model,
+                    sampling_info=None,
+                )
 
-    def block_accept_estimate_log_suffix(self) -> str | None:
-        """Appended by the host to its line of decode metrics."""
-        if self._options.log_decisions == "off":
-            return super().block_accept_estimate_log_suffix()
-        counters = self._verify_planner.counters.as_dict()
-        own = f"verify len: {counters['verify_length']:.2f}, budget: {counters['budget_per_step']:.1f}"
-        hosts = super().block_accept_estimate_log_suffix()
-        return f"{hosts}, {own}" if hosts else own
-
-
-def _gather_ranks() -> list[dict[str, Any]]:
-    """What every rank of the tensor-parallel group says of itself, equal on all of them."""
-    group = get_parallel().tp_group
-    mine = {"rank": get_parallel().tp_rank, "pid": os.getpid(), "active": True, "version": __version__}
-    if group.world_size == 1:
-        return [mine]
-    ranks: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(ranks, mine, group=group.cpu_group)
-    return ranks
+        return call

@@ -9,7 +9,9 @@ import torch
 pytest.importorskip("sglang")
 from sglang_adaptive.policy.allocation import allocate
 from sglang_adaptive.policy.config import PolicyConfig
-from sglang_adaptive.runtime.planner import Priorities, async_h2d, compiled_allocation
+from sglang_adaptive.runtime.device import async_h2d
+from sglang_adaptive.runtime.planner import compiled_allocation
+from sglang_adaptive.runtime.priorities import Priorities
 
 
 def requests(*priorities):
