@@ -184,3 +184,13 @@ def test_the_dashboard_is_in_order():
         assert panel["datasource"]["uid"] == "${datasource}"
         refs = [target["refId"] for target in panel["targets"]]
         assert len(refs) == len(set(refs))
+
+
+def test_the_table_in_the_documentation_is_the_list_of_metrics():
+    text = DASHBOARD.with_name("README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| (.*) \|$", text, re.MULTILINE)
+    assert [(name, tuple(re.findall(r"`(\w+)`", labels)), help) for name, labels, help in rows] == [
+        (metric.name, metric.labels, metric.help) for metric in METRICS
+    ]
+    for name in re.findall(r"sglang:adaptive_(\w+)\b(?!_)", text):
+        assert name in {metric.name for metric in METRICS}
