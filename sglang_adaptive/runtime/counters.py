@@ -8,10 +8,12 @@ import numpy as np
 
 from sglang_adaptive.policy.budget import NO_TABLE, Decision
 from sglang_adaptive.policy.calibration import Calibration
+from sglang_adaptive.policy.survival import all_valid
 from sglang_adaptive.runtime.calibration_error import CalibrationError
 from sglang_adaptive.runtime.relay import StepRecord
 
 FOLD_STEPS = 64
+_JUDGED_ROWS = 1024
 LOADS = 11
 DECISIONS = ("verify_all", "trimmed", "not_drafted")
 FALLBACKS = ("no_cost_table", "needs_draft", "invalid_confidence")
@@ -131,11 +133,13 @@ class Counters:
         np.add.at(self._by_load, load_of(requests), np.stack(columns, axis=1))
 
         drafted = [record for record in records if record.confidence is not None]
+        self._fallbacks["invalid_confidence"] += sum(not all_valid(record.confidence) for record in drafted)
         if drafted:
-            confidence = np.concatenate([record.confidence for record in drafted])
-            lens = np.concatenate([np.stack([record.verify_lens, record.commit_lens]) for record in drafted], axis=1)
+            # A sample of the steps says it as well, and bounds what a fold costs.
+            seen = drafted[:: 1 + sum(len(record.slots) for record in drafted) // _JUDGED_ROWS]
+            confidence = np.concatenate([record.confidence for record in seen])
+            lens = np.concatenate([np.stack([record.verify_lens, record.commit_lens]) for record in seen], axis=1)
             self._calibration_error.observe(confidence, lens[0] - 1, np.minimum(lens[0], lens[1]) - 1)
-            self._fallbacks["invalid_confidence"] += sum(_any_invalid(record.confidence) for record in drafted)
 
     def _fold_times(self, measured: np.ndarray, records: list[StepRecord]) -> None:
         predicted = np.array([getattr(record.decision, "predicted_ms", 0.0) for record in records])
@@ -165,7 +169,3 @@ def _reached(lengths: np.ndarray, gamma: int) -> np.ndarray:
     """[K] how many of ``lengths`` are at least 1, 2, ..., K."""
     counts = np.bincount(np.clip(lengths, 0, gamma), minlength=gamma + 1)
     return counts[::-1].cumsum()[::-1][1:]
-
-
-def _any_invalid(confidence: np.ndarray) -> bool:
-    return not bool(((confidence >= 0.0) & (confidence <= 1.0)).all())
