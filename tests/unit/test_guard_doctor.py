@@ -18,12 +18,19 @@ from sglang_adaptive.guard import backends, doctor, fingerprints, host
 from sglang_adaptive.guard.doctor import Finding
 
 
+def install(monkeypatch, release: str) -> None:
+    """Pretend that this release of the host is installed. Other packages keep their version: one that is imported for
+    the first time meanwhile looks at its dependencies, and would stay without torch for the rest of the process."""
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: release if name == "sglang" else real(name))
+
+
 @pytest.fixture
 def healthy(monkeypatch, tmp_path):
     """A machine on which everything is in order; the steps that import the host are made up."""
     monkeypatch.setenv("SGLANG_ADAPTIVE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: HOST_VERSION)
+    install(monkeypatch, HOST_VERSION)
     monkeypatch.setattr(fingerprints, "check", lambda: [])
     monkeypatch.setattr(doctor, "_seams", lambda: iter([Finding("algorithm", "registered", True)]))
     monkeypatch.setattr(doctor, "_others", lambda: iter([]))
@@ -53,7 +60,7 @@ def test_a_healthy_machine(healthy, capsys):
 
 
 def test_another_release(healthy, capsys):
-    healthy.setattr(importlib.metadata, "version", lambda name: "0.5.22")
+    install(healthy, "0.5.22")
     result = report(capsys)
     assert list(failed(result)) == ["sglang"] and "0.5.22 is installed" in failed(result)["sglang"]
     assert result["verdict"] == "DSPARK_ADAPTIVE would not run here: see sglang."
