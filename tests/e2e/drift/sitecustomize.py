@@ -2,7 +2,8 @@
 
 Rank 1 hears other confidences of its draft, profiles other step costs and measures other step times than rank 0: on
 rank 0 every token is dear, on rank 1 tokens are free. Every rank writes down what it decided, step by step, into
-``RANK_DRIFT_DIR``. Without that variable nothing is changed.
+``RANK_DRIFT_DIR``. With ``ADAPTIVE_TEST_COSTS`` alone only the profile is made up, as rank 0's is. Without these
+variables nothing is changed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def milliseconds(tokens: int) -> float:
 
 
 def note(what: str, **values: Any) -> None:
+    if not FOLDER:
+        return
     with open(os.path.join(FOLDER, f"{what}-{rank()}.jsonl"), "a") as file:
         file.write(json.dumps(values) + "\n")
 
@@ -93,6 +96,10 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 }
 
 
+if not FOLDER:
+    FAULTS = {"sglang_adaptive.runtime.profiler": drift_profile}
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Lets the usual finders find a module, and applies its fault once it has been executed."""
 
@@ -117,5 +124,5 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if FOLDER:
+if FOLDER or os.environ.get("ADAPTIVE_TEST_COSTS"):
     sys.meta_path.insert(0, _Finder())
