@@ -266,7 +266,7 @@ def _calibration(s: Summary) -> Chart | None:
         "Calibration by position: is a confidence of 0.8 accepted 8 times in 10?",
         "On the diagonal: yes. Below it the draft is too sure of itself, so that too much is verified; above it too "
         "timid. Orange is the draft's own confidence, blue the one that decides, after the online calibration (learned "
-        "again here from the trace; each step is predicted before it is learned from). Larger dots hold more drafts. "
+        "again here from the trace; each step is judged before it is learned from). Larger dots hold more drafts. "
         f"Expected calibration error over all positions: {raw.overall:.3f} as it comes, {online.overall:.3f} "
         f"calibrated.{limited}",
         f'<div class="grid">{"".join(small)}</div>',

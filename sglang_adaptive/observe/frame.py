@@ -34,9 +34,8 @@ def frame(url: str, now: Snapshot, change: Sums | None, trouble: str | None = No
     gamma = len(total.verified)
     first = now.states[0]
     ranks = sum(len(state.get("ranks", [0])) for state in now.states)
-    title = Text.assemble(
-        (now.model, "bold"), f"   {ALGORITHM}   K = {gamma}   {ranks} rank(s)   {first.get('version', '')}   {url}"
-    )
+    facts = [ALGORITHM, first.get("family"), f"K = {gamma}", f"{ranks} rank(s)", first.get("version"), url]
+    title = Text.assemble((now.model, "bold"), "   ", "   ".join(str(fact) for fact in facts if fact))
     parts: list[RenderableType] = [title]
     if trouble:
         parts.append(Text(trouble, style="bold red"))

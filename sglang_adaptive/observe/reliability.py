@@ -10,7 +10,9 @@ from sglang_adaptive.policy.calibration import Calibration
 from sglang_adaptive.runtime.trace_reader import Trace
 
 BINS = 10
-MOST_STEPS = 50_000
+MOST_STEPS = 20_000
+# As many steps as the server lets pass before it uses what it has learned.
+_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,23 @@ class Reliability:
 
 
 def reliability(trace: Trace) -> Reliability:
-    """Learn the calibration again as the server does; every step is predicted before it is learned from."""
+    """Learn the calibration again as the server does; every step is judged before it is learned from."""
     gamma = trace.gamma
     first = max(0, len(trace.steps) - MOST_STEPS)
     calibration = Calibration(gamma)
     position = np.arange(gamma)
     sums = np.zeros((2, 3, gamma * BINS))
     looked_at = 0
-    for begin, end in zip(trace.start[first:-1], trace.start[first + 1 :], strict=True):
+    for block in range(first, len(trace.steps), _BLOCK):
+        edges = trace.start[block : block + _BLOCK + 1]
+        begin, end = edges[0], edges[-1]
         raw = trace.confidence[begin:end].astype(np.float64)
-        if begin == end or np.isnan(raw).all():
-            continue
-        looked_at += 1
-        verified = trace.rows["verified"][begin:end].astype(np.int64)
-        accepted = trace.rows["accepted"][begin:end].astype(np.int64)
+        verified, accepted = (trace.rows[name][begin:end].astype(np.int64) for name in ("verified", "accepted"))
         online = calibration.apply(raw)
-        calibration.observe(raw, verified, accepted)
+        for one, after in zip(edges[:-1] - begin, edges[1:] - begin, strict=True):
+            if np.isfinite(raw[one:after]).any():
+                looked_at += 1
+                calibration.observe(raw[one:after], verified[one:after], accepted[one:after])
         known = (position <= accepted[:, None]) & (position < verified[:, None]) & (raw >= 0) & (raw <= 1)
         where, hit = np.nonzero(known)[1], (position < accepted[:, None])[known]
         for side, values in zip(sums, (raw[known], online[known]), strict=True):

@@ -13,7 +13,9 @@ from sglang_adaptive.runtime.trace_format import DECIDED, DRAFTED
 from sglang_adaptive.runtime.trace_reader import Trace
 
 TIME_BINS = 160
+MOST_POINTS = 200
 _LEAST_TIMED = 3
+_POINTS_PER_OCTAVE = 20
 
 
 @dataclass(frozen=True)
@@ -200,11 +202,16 @@ def _cost(steps: Steps, mine: np.ndarray) -> Cost:
     mine = mine & np.isfinite(steps.measured_ms)
     tokens = (steps.requests + steps.verified)[mine]
     measured, predicted = steps.measured_ms[mine], steps.predicted_ms[mine]
+    key = tokens
+    if np.unique(tokens).size > MOST_POINTS:
+        key = np.round(np.log2(tokens) * _POINTS_PER_OCTAVE)
+    order = np.argsort(key, kind="stable")
+    cuts = np.flatnonzero(np.diff(key[order])) + 1
     table = []
-    for value in np.unique(tokens):
-        here = tokens == value
-        if here.sum() >= _LEAST_TIMED:
+    for here in np.split(order, cuts):
+        if here.size >= _LEAST_TIMED:
             low, middle, high = np.percentile(measured[here], [10, 50, 90])
             known = predicted[here][np.isfinite(predicted[here])]
-            table.append([value, here.sum(), middle, low, high, np.median(known) if known.size else np.nan])
+            expected = np.median(known) if known.size else np.nan
+            table.append([np.median(tokens[here]), here.size, middle, low, high, expected])
     return Cost(*np.array(table, np.float64).reshape(-1, 6).T)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,7 +10,10 @@ from sglang_adaptive.policy.budget import NO_TABLE, Decision
 from sglang_adaptive.policy.calibration import Calibration
 from sglang_adaptive.policy.survival import all_valid
 from sglang_adaptive.runtime.calibration_error import CalibrationError
-from sglang_adaptive.runtime.relay import StepRecord
+
+if TYPE_CHECKING:
+    # The live view shares this module, and starts without torch.
+    from sglang_adaptive.runtime.relay import StepRecord
 
 FOLD_STEPS = 64
 _JUDGED_ROWS = 1024

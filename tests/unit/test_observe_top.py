@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -237,3 +238,12 @@ def test_the_command_and_its_help(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sglang_adaptive", "tpo"])
     with pytest.raises(SystemExit, match="usage: python -m sglang_adaptive"):
         command.main()
+
+
+def test_the_commands_start_without_torch_and_the_host():
+    script = (
+        "import sys, sglang_adaptive.observe.top, sglang_adaptive.observe.frame, sglang_adaptive.observe.report;"
+        "print(sorted({'torch', 'sglang', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
