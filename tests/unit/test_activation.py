@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 PRELUDE = """
     import os, pickle, sys
     from sglang.srt.plugins import load_plugins
@@ -43,6 +45,40 @@ def test_the_host_resolves_the_family_and_keeps_the_name(tiny_pair):
         tiny_pair,
     )
     assert said == ["DSPARK DSPARK_ADAPTIVE", "compact"]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_drafts_of_layers_resolve_to_their_family_with_a_chain(kind, request, tmp_path):
+    if kind == "eagle3":
+        pair = request.getfixturevalue("tiny_eagle3_pair")
+    else:
+        pair = (request.getfixturevalue("tiny_mtp_target"),) * 2  # the target as its own draft
+    file = tmp_path / "record"
+    said = run(
+        f"""
+        args = record()
+        view = resolving_view(args)
+        print("SAY", view.speculative_algorithm, args.resolved_dict()["speculative_algorithm"])
+        print("SAY", view.speculative_num_steps, view.speculative_eagle_topk, view.speculative_num_draft_tokens)
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+        print("SAY", SpeculativeAlgorithm.from_string("DSPARK_ADAPTIVE").is_eagle())
+        print("SAY", SpeculativeAlgorithm[view.speculative_algorithm].create_worker(args).__name__)
+        open({str(file)!r}, "wb").write(pickle.dumps(args))
+        """,
+        pair,
+    )
+    chain = {"eagle3": "5 1 6", "mtp": "3 1 4"}[kind]
+    family = {"eagle3": "EAGLE3", "mtp": "EAGLE"}[kind]
+    assert said == [f"{family} DSPARK_ADAPTIVE", chain, "True", "AdaptiveEagleWorker"]
+    said = run(
+        f"""
+        pickle.loads(open({str(file)!r}, "rb").read())
+        from sglang_adaptive import activation
+        print("SAY", activation.active_family().name, any("eagle_prepare" in target for target in registry.applied()))
+        """,
+        pair,
+    )
+    assert said == [f"{ {'eagle3': 'EAGLE3', 'mtp': 'NEXTN'}[kind] } True"]
 
 
 def test_a_child_process_is_activated_by_the_pickled_record(tiny_pair, tmp_path):
@@ -123,5 +159,5 @@ def test_an_attention_backend_with_one_length_for_all_verifies_uniformly(tiny_pa
 def test_the_marker_survives_copies():
     from sglang_adaptive.activation import Marker
 
-    assert Marker("static").__reduce__()[1] == ("static",)
-    assert pickle.dumps(Marker("static"))
+    assert Marker("static", "EAGLE3").__reduce__()[1] == ("static", "EAGLE3")
+    assert pickle.dumps(Marker("static", "EAGLE3"))
