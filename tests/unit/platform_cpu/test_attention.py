@@ -10,6 +10,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_adaptive.errors import AdaptiveError
 from sglang_adaptive.platform_cpu.attention import AdaptiveCpuAttention, split_requests
+from sglang_adaptive.platform_cpu.draft_attention import DraftSteps
 
 DIM = 16
 SLOTS = 1024
@@ -152,6 +153,35 @@ class TestForwards:
         layer = make_layer(heads, kv_heads, attn_type=AttentionType.ENCODER_ONLY)
         got, expected = run(ForwardMode.TARGET_VERIFY, [7] * 3, [7, 50, 64], layer, page_size, uniform=7)
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+
+
+def test_each_step_of_a_draft_sees_what_the_steps_before_have_written():
+    seq_lens, steps, layer = [1, 64, 130], 4, make_layer(4, 2)
+    table, pool = slot_table([seq_len + steps for seq_len in seq_lens], 1), Pool(2)
+    runner = SimpleNamespace(
+        use_mla_backend=False, req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=pool
+    )
+    backends = DraftSteps(runner, 1, steps)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, seq_lens=torch.tensor(seq_lens), req_pool_indices=torch.arange(1, 4)
+    )
+    backends.init_forward_metadata(batch)
+    assert len(backends.attn_backends) == steps - 1
+    for step, backend in enumerate(backends.attn_backends):
+        batch.out_cache_loc = torch.stack([table[row + 1, n + step] for row, n in enumerate(seq_lens)]).long()
+        q, k, v = torch.randn(3, 4 * DIM), torch.randn(3, 2, DIM), torch.randn(3, 2, DIM)
+        got = backend.forward(q, k, v, layer, batch).view(3, 4, DIM)
+        for row, seq_len in enumerate(seq_lens):
+            slots = table[row + 1, : seq_len + step + 1].long()
+            assert torch.equal(pool.k[slots[-1]], k[row])
+            expected = dense(q[row].view(1, 4, DIM), pool.k[slots], pool.v[slots], layer, 1, seq_len + step + 1)
+            torch.testing.assert_close(got[row : row + 1], expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_draft_extend(page_size):
+    got, expected = run(ForwardMode.DRAFT_EXTEND_V2, [5] * 3, [5, 69, 131], make_layer(4, 2), page_size)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
 
 
 def test_rows_beyond_the_packed_ones_come_out_zero():

@@ -45,6 +45,14 @@ def test_a_weight_update_reaches_the_product():
     torch.testing.assert_close(packed.product(x, weight, None), before * 2)
 
 
+def test_a_weight_that_is_replaced_reaches_the_product():
+    """A draft takes over the target's head after it was loaded and packed."""
+    torch.manual_seed(0)
+    weight, other, x = make_weight(64, 32), make_weight(64, 32), torch.randn(4, 32)
+    packed = linear.PackedWeight(weight)
+    torch.testing.assert_close(packed.product(x, other, None), x @ other.T)
+
+
 class Layer(torch.nn.Module):
     def __init__(self, method, dtype=torch.float32):
         super().__init__()
