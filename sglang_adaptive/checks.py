@@ -27,6 +27,11 @@ _UNSUPPORTED = (
         (None, False),
         "budget alignment, which its own cost model does: drop --speculative-dspark-align-verify-tokens-to-graph-tier",
     ),
+    (
+        "enable_deterministic_inference",
+        (None, False),
+        "deterministic inference, whose seeds verification does not take: drop --enable-deterministic-inference",
+    ),
     ("disable_cuda_graph_padding", (None, False), "unpadded CUDA graphs: drop --disable-cuda-graph-padding"),
     ("enable_multi_layer_eagle", (None, False), "a draft model per position: serve with --speculative-algorithm EAGLE"),
 )
