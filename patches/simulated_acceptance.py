@@ -30,16 +30,17 @@ def begin(acceptance: Any) -> None:
     _mode.acceptance, _mode.fates, _mode.run = acceptance, None, None
 
 
-def _admit(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+def _admit(injector: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     from sglang_adaptive.benchmarks.acceptance import Fates, request_key
 
-    if worker.server_args.load_format != "dummy":
+    runner = injector.model_runner
+    if runner.server_args.load_format != "dummy":
         raise AdaptiveError(
             "Simulated acceptance needs --load-format dummy: real weights have an acceptance of their own."
         )
     if _mode.fates is None:
-        slots = worker.model_runner.req_to_token_pool.req_to_token.shape[0]
-        _mode.fates = Fates(_mode.acceptance, worker.gamma, slots, worker.device)
+        slots, gamma = runner.req_to_token_pool.req_to_token.shape[0], injector.verify_num_draft_tokens - 1
+        _mode.fates = Fates(_mode.acceptance, gamma, slots, injector.device)
     for request in batch.reqs or ():
         if not hasattr(request, "_acceptance_key"):
             request._acceptance_key = request_key(request.origin_input_ids)
@@ -53,9 +54,10 @@ def _hear(proposal: Any, *args: Any, batch: Any, **kwargs: Any) -> Any:
     if _mode.fates is None:
         return None
     _mode.run, confidence = _mode.fates.look(batch.req_pool_indices, batch.seq_lens)
-    if proposal.confidence is None:
-        return None
-    return msgspec.structs.replace(proposal, confidence=confidence, confidence_raw=confidence)
+    heard = {} if proposal.confidence is None else {"confidence": confidence, "confidence_raw": confidence}
+    # Not folded: a greedy batch would be accepted inside the verify graph, where nothing can be replaced. Sampled
+    # batches never are, so nothing changes for them.
+    return msgspec.structs.replace(proposal, folded=False, **heard)
 
 
 def _accept(result: Any, *args: Any, cutoff_layout: Any = None, **kwargs: Any) -> Any:
@@ -67,10 +69,6 @@ def _accept(result: Any, *args: Any, cutoff_layout: Any = None, **kwargs: Any) -
     return kept.to(correct.dtype), bonus, (run - kept).to(trimmed.dtype)
 
 
-def _not_in_the_graph(result: bool, *args: Any, **kwargs: Any) -> bool:
-    return False
-
-
 def _state(result: None, controller: Any, state: dict[str, Any]) -> None:
     gamma = getattr(controller.scheduler.draft_worker, "gamma", None)
     if gamma is not None:
@@ -79,7 +77,7 @@ def _state(result: None, controller: Any, state: dict[str, Any]) -> None:
 
 PATCHES = [
     Patch(
-        target=f"{_DSPARK}.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
+        target=f"{_DSPARK}.dspark_kv_inject.TargetHiddenKvInjector.place_prefill",
         hook=_admit,
         kind="before",
         why="A request's fates are drawn when it gets its slot: a step then only reads them.",
@@ -100,14 +98,6 @@ PATCHES = [
         why="SGLANG_SIMULATE_ACC_LEN sets one length for the whole batch, and refuses trimmed verification.",
         remove_when="the host can simulate acceptance by request and position",
         depends=("sglang.kernels.ops.speculative.dspark.dspark_accept.cap_correct_len",),
-    ),
-    Patch(
-        target=f"{_DSPARK}.dspark_verify.verify_logits_adjustments_are_noop",
-        hook=_not_in_the_graph,
-        kind="after",
-        why="A greedy batch would be accepted inside the verify graph, where nothing can be replaced; sampled batches "
-        "never are, so nothing changes for them.",
-        remove_when="the host can simulate acceptance by request and position",
     ),
     Patch(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_env_vars",

@@ -159,27 +159,27 @@ def test_the_files_that_come_along_can_be_read_and_name_their_source(path):
 class Proposal(msgspec.Struct, frozen=True):
     confidence: object
     confidence_raw: object
+    folded: bool = True
 
 
 def test_the_patches_replace_confidences_and_respect_verify_lengths(two, monkeypatch):
     monkeypatch.setattr(patches, "_mode", patches._Mode())
     patches.begin(two)
     pool = SimpleNamespace(req_to_token=torch.zeros(6, 8))
-    runner = SimpleNamespace(req_to_token_pool=pool)
-    worker = SimpleNamespace(
-        server_args=SimpleNamespace(load_format="dummy"), model_runner=runner, gamma=3, device="cpu"
-    )
+    arguments = SimpleNamespace(load_format="dummy")
+    runner = SimpleNamespace(req_to_token_pool=pool, server_args=arguments)
+    injector = SimpleNamespace(model_runner=runner, verify_num_draft_tokens=4, device="cpu")
     requests = [SimpleNamespace(origin_input_ids=[place], req_pool_idx=place) for place in (1, 4)]
     prefill = SimpleNamespace(reqs=requests)
     batch = SimpleNamespace(req_pool_indices=torch.tensor([4, 1]), seq_lens=torch.tensor([30, 40]))
     proposal = Proposal(torch.zeros(2, 3), None)
     assert patches._hear(proposal, None, batch=batch) is None, "nothing is simulated before the first prefill"
-    patches._admit(worker, prefill)
+    patches._admit(injector, prefill)
     heard = patches._hear(proposal, None, batch=batch)
     fates = Fates(two, 3, 6, "cpu")
     fates.admit([1, 4], [request_key([1]), request_key([4])])
     run, confidence = fates.look(batch.req_pool_indices, batch.seq_lens)
-    assert torch.equal(heard.confidence, confidence)
+    assert torch.equal(heard.confidence, confidence) and heard.folded is False
 
     bonus = torch.tensor([5, 6])
     zeros = torch.zeros(2, dtype=torch.int32)
@@ -190,9 +190,9 @@ def test_the_patches_replace_confidences_and_respect_verify_lengths(two, monkeyp
     assert correct[0] == 0 and correct[1] == min(int(run[1]), 2)
     assert torch.equal(correct + trimmed, run.int())
 
-    worker.server_args.load_format = "auto"
+    arguments.load_format = "auto"
     with pytest.raises(AdaptiveError, match="--load-format dummy"):
-        patches._admit(worker, prefill)
+        patches._admit(injector, prefill)
 
 
 def test_the_server_needs_a_file_and_dummy_weights(monkeypatch, tmp_path):
