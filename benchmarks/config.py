@@ -114,9 +114,7 @@ def _acceptance_file(name: str, folder: Path) -> Path:
     for place in (folder, Path(__file__).parent / "acceptance_files"):
         if (place / name).is_file():
             return (place / name).absolute()
-    raise AdaptiveError(
-        f"There is no file {name} for simulated acceptance, neither in {folder} nor in acceptance_files."
-    )
+    raise AdaptiveError(f"{name} for simulated acceptance is neither in {folder} nor in acceptance_files.")
 
 
 def _build(kind: type[Any], values: dict[str, Any]) -> Any:

@@ -107,6 +107,7 @@ class Runner:
             await asyncio.wait({everybody, over}, timeout=self.load.ramp_timeout, return_when=asyncio.FIRST_COMPLETED)
             if not everybody.done():
                 await self._stop(shares, over)
+                _raise_failures(shares)
                 raise RuntimeError(self._not_ramped(shares))
             if self.load.seconds is None:
                 begin = time.perf_counter()
@@ -125,8 +126,7 @@ class Runner:
             everybody.cancel()
             over.cancel()
             await asyncio.gather(everybody, over, return_exceptions=True)
-        for share in shares:
-            share.finished.result()
+        _raise_failures(shares)
 
     def _not_ramped(self, shares: list[Share]) -> str:
         started = sum(bool(request.stamps) for share in shares for request in share.requests)
@@ -163,6 +163,13 @@ class Runner:
             "cpu": sum(busy),
             "lag_ms": percentiles(lags, 1e3),
         }
+
+
+def _raise_failures(shares: Sequence[Share]) -> None:
+    """What ended a share other than the end of its work."""
+    for share in shares:
+        if share.finished.done():
+            share.finished.result()
 
 
 def errors_of(shares: Sequence[Share]) -> str:

@@ -75,12 +75,12 @@ def test_survival_becomes_conditional_rates_and_shares_add_up(two):
 
 def walk(fates: Fates, slot: int, verify: int, begin: int = 5, end: int = 1500) -> tuple[list[int], list[int]]:
     """Positions that an arm verifying ``verify`` drafts decodes from, and drafts accepted at each."""
-    at, places, accepted = begin, [], []
+    runs, confidence = fates.look(torch.full((end,), slot), torch.arange(end))
+    assert confidence.shape == (end, fates.gamma) and confidence.dtype == torch.float32
+    runs, at, places, accepted = runs.tolist(), begin, [], []
     while at < end:
-        run, confidence = fates.look(torch.tensor([slot]), torch.tensor([at]))
-        assert confidence.shape == (1, fates.gamma) and confidence.dtype == torch.float32
         places.append(at)
-        accepted.append(min(int(run), verify))
+        accepted.append(min(runs[at], verify))
         at += 1 + accepted[-1]
     return places, accepted
 
