@@ -149,6 +149,13 @@ class Penalties:
     def __init__(self) -> None:
         self._table: Table | None = None
 
+    @classmethod
+    def of(cls, executor: Any) -> Penalties:
+        """The counts that belong to a worker's verification."""
+        if not hasattr(executor, "adaptive_penalties"):
+            executor.adaptive_penalties = cls()
+        return executor.adaptive_penalties
+
     def begin_decode(
         self, batch: Any, anchors: torch.Tensor, window: torch.Tensor | None = None
     ) -> StepPenalties | None:
