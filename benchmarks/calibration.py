@@ -86,14 +86,14 @@ class Judged:
 def table(result: Result) -> str:
     """A markdown table: a line per method and label."""
     lines = [
-        "| method | position | outcomes | ECE | 95 % | ECE by chance | AUC | Brier |",
-        "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
+        "| method | position | outcomes | ECE | 95 % | ECE by chance | RMS | AUC | Brier |",
+        "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
     for name, positions in result.items():
         for label, s in positions.items():
             spread = f"{s['ece_low']:.4f} to {s['ece_high']:.4f}"
-            numbers = f"{s['ece']:.4f} | {spread} | {s['chance']:.4f} | {s['auc']:.4f} | {s['brier']:.4f}"
-            lines.append(f"| {name} | {label} | {s['n']:.0f} | {numbers} |")
+            rest = " | ".join(f"{s[key]:.4f}" for key in ("chance", "rms", "auc", "brier"))
+            lines.append(f"| {name} | {label} | {s['n']:.0f} | {s['ece']:.4f} | {spread} | {rest} |")
     return "\n".join(lines)
 
 

@@ -30,7 +30,8 @@ def scores(of: Outcomes, seed: int = 0) -> dict[str, float]:
     * ``ece_low``, ``ece_high``: 95 % interval over requests drawn with replacement (outcomes of one request depend on
       each other),
     * ``chance``, ``chance_high``: mean and 97.5 % quantile of the ECE that exact confidences would show on so many
-      outcomes.
+      outcomes,
+    * ``rms``: the root mean square of the bins' gaps without what chance adds to it. The ECE without chance is no more.
     """
     bins = equal_bins(of.predicted)
     rng = np.random.default_rng(seed)
@@ -44,6 +45,7 @@ def scores(of: Outcomes, seed: int = 0) -> dict[str, float]:
         "ece_high": float(high),
         "chance": float(np.mean(exact)),
         "chance_high": float(np.quantile(exact, 0.975)),
+        "rms": unbiased_rms(of.predicted, of.passed, bins),
         "auc": auc(of.predicted, of.passed),
         "brier": float(np.mean((of.predicted - of.passed) ** 2)),
     }
@@ -58,6 +60,16 @@ def ece(predicted: np.ndarray, passed: np.ndarray, bins: Sequence[np.ndarray]) -
     """Expected calibration error: |mean prediction - rate| averaged over the bins' indices, by their size."""
     gaps = [abs(predicted[part].mean() - passed[part].mean()) * part.size for part in bins]
     return float(sum(gaps) / predicted.size)
+
+
+def unbiased_rms(predicted: np.ndarray, passed: np.ndarray, bins: Sequence[np.ndarray]) -> float:
+    """Root of the bins' mean squared gap, each less the variance of its rate (Kumar et al. 2019, arXiv 1909.10155)."""
+    total = 0.0
+    for part in bins:
+        rate = float(passed[part].mean())
+        gap = float(predicted[part].mean()) - rate
+        total += part.size * (gap * gap - rate * (1.0 - rate) / max(part.size - 1, 1))
+    return float(np.sqrt(max(total / predicted.size, 0.0)))
 
 
 def ece_over_requests(of: Outcomes, bins: Sequence[np.ndarray], seed: int = 0) -> np.ndarray:

@@ -13,7 +13,14 @@ import torch
 
 from sglang_adaptive.benchmarks import calibration
 from sglang_adaptive.benchmarks.calibration_methods import Steps, trimmed
-from sglang_adaptive.benchmarks.calibration_scores import Outcomes, auc, ece_over_requests, equal_bins, scores
+from sglang_adaptive.benchmarks.calibration_scores import (
+    Outcomes,
+    auc,
+    ece_over_requests,
+    equal_bins,
+    scores,
+    unbiased_rms,
+)
 from sglang_adaptive.benchmarks.simulator.tables import load_table
 from sglang_adaptive.errors import AdaptiveError
 from sglang_adaptive.runtime.relay import StepRecord, StepRelay
@@ -74,7 +81,20 @@ def test_scores_of_known_predictions():
     assert math.isnan(auc(predicted, np.ones(4, bool)))
     found = scores(Outcomes(np.full(1000, 0.75), np.arange(1000) % 2 == 0, np.arange(1000)))
     assert found["brier"] == pytest.approx(0.3125) and found["ece"] == pytest.approx(0.25)
+    assert found["rms"] == pytest.approx(0.25, abs=0.01)
     assert 0.005 < found["chance"] < found["chance_high"] < 0.06
+
+
+def test_chance_is_taken_out_of_the_mean_square():
+    rng = np.random.default_rng(2)
+    predicted = rng.random(400)
+    squares = []
+    for _ in range(200):
+        of = Outcomes(predicted, rng.random(400) < predicted, np.arange(400))
+        bins = equal_bins(of.predicted)
+        squares.append(unbiased_rms(of.predicted, of.passed, bins) ** 2)
+    # Half of the estimates are cut at 0, so a little is left of the chance, 0.004 without the correction.
+    assert np.mean(squares) < 0.001
 
 
 def test_the_interval_draws_requests_not_outcomes():
