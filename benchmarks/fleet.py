@@ -61,11 +61,11 @@ def capacity(rates: Sequence[float], token_ms: Sequence[float], slo_ms: float) -
 
 def tasks(arguments: argparse.Namespace, arms: Sequence[str], rates: Sequence[float]) -> list[study.Task]:
     """One simulation for each arm, rate and seed; a run ends after as many tokens as its arrivals bring."""
-    low, high = traffic.named(arguments.traffic).output_tokens
+    length = float(study.pool(arguments.traffic, 1.0, 0).length.mean())
     result = []
     for rate in rates:
         total = rate * arguments.engines
-        tokens = int(total * arguments.seconds * (low + high) / 2)
+        tokens = int(total * arguments.seconds * length)
         scenario = Scenario(
             arguments.running,
             tokens,
@@ -173,6 +173,8 @@ def main(argv: Sequence[str]) -> int:
         raise AdaptiveError("--engines, --running, --seeds, --jobs and --seconds must be above 0.")
     arms = tuple(filter(None, (part.strip() for part in arguments.arms.split(","))))
     table, key = tables.load_table(arguments.table)
+    if not Path(arguments.traffic).exists():
+        traffic.named(arguments.traffic)
     for arm in arms:
         maker(arm, study.GAMMA, table, table, TRIM_MS)
     todo, started = tasks(arguments, arms, rates), time.monotonic()

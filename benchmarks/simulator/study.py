@@ -80,8 +80,9 @@ def run_task(task: Task) -> dict[str, Any]:
             factor = HEADS[part]
         else:
             believed = misjudged(believed, part)
-    pool = _pool(task.traffic, factor, task.seed)
-    outcome = simulate(maker(task.arm, pool.gamma, believed, table, TRIM_MS), table, pool, task.scenario, task.seed)
+    requests = pool(task.traffic, factor, task.seed)
+    arm = maker(task.arm, requests.gamma, believed, table, TRIM_MS)
+    outcome = simulate(arm, table, requests, task.scenario, task.seed)
     tokens, ms = outcome.curve[LEARNING - 1]
     result = {
         **{name: getattr(task, name) for name in ("wrong", "arm", "seed")},
@@ -98,7 +99,8 @@ def run_task(task: Task) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=3)
-def _pool(kind: str, factor: float, seed: int) -> Pool:
+def pool(kind: str, factor: float, seed: int) -> Pool:
+    """The requests of a kind of traffic, or of a trace, with confidences ``factor`` times what they should be."""
     if kind not in traffic.TRAFFIC and Path(kind).exists():
         return replay.from_trace(read_trace(kind), seed)
     return traffic.generate(traffic.wrong_head(traffic.named(kind), factor), GAMMA, seed)
