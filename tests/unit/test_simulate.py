@@ -19,9 +19,9 @@ SMALL = ["--tokens-per-user", "60", "--least-tokens", "200", "--seeds", "2", "--
 def few_requests(monkeypatch):
     whole = traffic.generate
     monkeypatch.setattr(study.traffic, "generate", lambda kind, gamma, seed: whole(kind, gamma, seed, requests=32))
-    study._pool.cache_clear()
+    study.pool.cache_clear()
     yield
-    study._pool.cache_clear()
+    study.pool.cache_clear()
 
 
 def test_a_study_writes_table_numbers_and_picture(tmp_path):
