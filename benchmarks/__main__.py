@@ -11,6 +11,7 @@ COMMANDS = {
     "absorb": "tokens per second that the load generator itself can take",
     "session": "the steps of a session on a rented machine, resumable",
     "equality": "greedy tokens of one set-up against another's",
+    "soak": "mixed load for a long time, in which nothing may be lost",
     "sweep": "compare server set-ups over concurrency, resumable",
     "report": "tables, ratios and the Pareto picture of a sweep",
     "steptime": "time of a decode step on running servers, and profiler traces",

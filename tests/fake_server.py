@@ -2,7 +2,7 @@
 
 Every step takes ``--step-ms`` plus ``--request-ms`` for each request that is running, and gives each request
 ``--accept`` tokens; with ``--adaptive`` it counts steps as our worker does. ``--fail N`` ends the process at the N-th
-request. A request that does not stream is answered at once.
+request. A request that neither streams nor has a rid is answered at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aiohttp import web
 class FakeServer:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.running: dict[int, asyncio.Event] = {}
+        self.running: dict[int | str, asyncio.Event] = {}
         self.served = 0
         self.bodies: list[dict] = []
         self.counters = {"steps": 0, "requests": 0, "verify_tokens": 0, "committed_tokens": 0}
@@ -35,6 +35,7 @@ class FakeServer:
         app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/start_profile", self.start_profile)
+        app.router.add_get("/v1/loads", self.loads)
         return app
 
     async def health(self, request: web.Request) -> web.Response:
@@ -49,10 +50,16 @@ class FakeServer:
         return web.json_response({"internal_states": [state]})
 
     async def abort(self, request: web.Request) -> web.Response:
-        assert (await request.json())["abort_all"] is True
-        for aborted in self.running.values():
-            aborted.set()
+        asked = await request.json()
+        for rid, aborted in self.running.items():
+            if asked.get("abort_all") or asked["rid"] == rid:
+                aborted.set()
         return web.Response()
+
+    async def loads(self, request: web.Request) -> web.Response:
+        used = self.served if self.options.leak else 0
+        load = {"num_running_reqs": len(self.running), "num_waiting_reqs": 0, "num_used_tokens": used}
+        return web.json_response({"loads": [load]})
 
     async def start_profile(self, request: web.Request) -> web.Response:
         asked = await request.json()
@@ -71,7 +78,7 @@ class FakeServer:
         if "text" not in body and "input_ids" not in body:
             return web.json_response({"error": {"message": "no prompt"}}, status=400)
         if not body.get("stream"):
-            return web.json_response({"output_ids": self.greedy(body), "meta_info": {}})
+            return web.json_response({"output_ids": self.greedy(body), "meta_info": await self._whole(body)})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         number = self.served
@@ -83,6 +90,19 @@ class FakeServer:
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    async def _whole(self, body: dict) -> dict:
+        """The meta_info of an answer that does not stream; with a rid it takes a step per token, and can be aborted."""
+        wanted, tokens = body["sampling_params"]["max_new_tokens"], 0
+        if rid := body.get("rid"):
+            aborted = self.running[rid] = asyncio.Event()
+            while tokens < wanted and not aborted.is_set():
+                await asyncio.sleep(self.options.step_ms / 1e3)
+                tokens += 1
+            del self.running[rid]
+        if rid and tokens < wanted:
+            return {"completion_tokens": tokens, "finish_reason": {"type": "abort", "message": "Aborted"}}
+        return {"completion_tokens": wanted, "finish_reason": {"type": "length", "length": wanted}}
+
     def greedy(self, body: dict) -> list[int]:
         """The ids that follow a prompt; with ``--odd N``, every N-th prompt's last one is another."""
         ids = [(7 * place + sum(body["input_ids"])) % 97 for place in range(body["sampling_params"]["max_new_tokens"])]
@@ -91,7 +111,7 @@ class FakeServer:
         return ids
 
     async def _decode(self, sampling: dict, response: web.StreamResponse, aborted: asyncio.Event) -> None:
-        wanted, interval = sampling["max_new_tokens"], sampling["stream_interval"]
+        wanted, interval = sampling["max_new_tokens"], sampling.get("stream_interval", 1)
         tokens, sent, steps, finish = 1, 0, 0, None
         while finish is None:
             if tokens >= wanted:
@@ -150,6 +170,7 @@ def main() -> None:
     parser.add_argument("--accept", type=int, default=1)
     parser.add_argument("--adaptive", action="store_true")
     parser.add_argument("--fail", type=int, default=0)
+    parser.add_argument("--leak", action="store_true", help="report a KV slot more for each request")
     parser.add_argument("--odd", type=int, default=0)
     parser.add_argument("--bench-acceptance", action="store_true")
     parser.add_argument("--refuse", help="end at once with this line")

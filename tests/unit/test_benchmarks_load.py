@@ -24,7 +24,7 @@ PROMPTS = SyntheticPrompts((10, 20), (3, 5))
 
 def fake(**changes: Any) -> FakeServer:
     options = {"step_ms": 4.0, "request_ms": 0.0, "accept": 1, "adaptive": False, "fail": 0}
-    options |= {"odd": 0, "bench_acceptance": False}
+    options |= {"odd": 0, "bench_acceptance": False, "leak": False}
     return FakeServer(argparse.Namespace(**(options | changes)))
 
 
