@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_adaptive.policy.logistic import LOGIT_LIMIT, LogisticFilter, logit
-from sglang_adaptive.policy.survival import all_valid
+from sglang_adaptive.policy.survival import bounds
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer]
 
 _LEAST = np.float32(1.0 / (1.0 + np.exp(LOGIT_LIMIT)))
+_MOST = 1.0 - _LEAST
 _SLOPE_RANGE = (0.05, 4.0)
 _OFFSET_LIMIT = 6.0
 # As if a few dozen outcomes had already agreed with the head.
@@ -45,34 +46,40 @@ class Calibration:
         self._refresh()
         return self._identity
 
-    def apply(self, confidence: Floats) -> Floats:
-        """[R, K] raw to [R, K] calibrated. Values that are NaN or outside [0, 1] pass through."""
+    def apply(self, confidence: Floats, *, within: tuple[float, float] | None = None) -> Floats:
+        """[R, K] raw to [R, K] calibrated. Values that are NaN or outside [0, 1] pass through. ``within`` are the
+        ``survival.bounds`` of the confidences, where the caller knows them."""
         if self.is_identity:
             return confidence
-        offset, slope = self._single
+        least, largest = bounds(confidence) if within is None else within
         # float32 is what the device computes in, and a third of the time; clipping c limits the log-odds to +-12.
-        mapped = np.array(confidence, np.float32)
-        np.clip(mapped, _LEAST, 1.0 - _LEAST, out=mapped)
+        mapped = np.array(confidence.T, np.float32, order="C")
+        if not (least >= _LEAST and largest <= _MOST):
+            np.maximum(mapped, _LEAST, out=mapped)
+            np.minimum(mapped, _MOST, out=mapped)
         np.divide(mapped, 1.0 - mapped, out=mapped)
         np.log(mapped, out=mapped)
-        mapped *= slope
-        mapped += offset
-        np.exp(np.negative(mapped, out=mapped), out=mapped)
+        mapped *= self._minus_slope
+        mapped += self._minus_offset
+        np.exp(mapped, out=mapped)
         mapped += 1.0
-        calibrated = 1.0 / mapped.astype(np.float64)
-        if all_valid(confidence):
-            return np.asarray(calibrated)
+        exact = mapped.astype(np.float64)
+        calibrated = np.reciprocal(exact, out=exact).T
+        if least >= 0.0 and largest <= 1.0:
+            return calibrated
         return np.where((confidence >= 0.0) & (confidence <= 1.0), calibrated, confidence)
 
     def observe(self, confidence: Floats, verified: Ints, accepted: Ints) -> None:
         """Learn from one step: raw ``confidence`` [R, K], drafts ``verified`` [R] and of those ``accepted`` [R]."""
-        if not self._filter.has_room:
+        if self._filter.has_room:
+            raw = np.asarray(confidence, np.float64)
+            inside = (raw >= 0.0) & (raw <= 1.0)
+            odds = logit(np.where(inside, raw, np.nan))
+            self._filter.observe(np.stack([np.ones_like(odds), odds], axis=2), verified, accepted)
+        else:
             self._filter.observe_nothing()
-            return
-        raw = np.asarray(confidence, np.float64)
-        inside = (raw >= 0.0) & (raw <= 1.0)
-        odds = logit(np.where(inside, raw, np.nan))
-        self._filter.observe(np.stack([np.ones_like(odds), odds], axis=2), verified, accepted)
+        # Now, so that the sizing of the next step does not pay for it.
+        self._refresh()
 
     def to_dict(self) -> dict[str, Any]:
         """What was learned, as plain JSON values."""
@@ -92,6 +99,7 @@ class Calibration:
         offset = offset - curvature[:, 0, 1] / curvature[:, 0, 0] * (slope - free_slope)
         offset = np.clip(offset, -_OFFSET_LIMIT, _OFFSET_LIMIT)
         self._coefficients = np.stack([offset, slope])
-        self._single = self._coefficients.astype(np.float32)
+        # [K, 1], for values that lie position by position.
+        self._minus_offset, self._minus_slope = -self._coefficients.astype(np.float32)[:, :, None]
         self._identity = not offset.any() and bool((slope == 1.0).all())
         self._version = self._filter.version

@@ -59,6 +59,7 @@ class CostModel:
     overhead_ms: float = 0.0
     capture_limit: int | None = None
     _dense: dict[str, Floats] = field(default_factory=dict, init=False, repr=False)
+    _segment: dict[float, tuple[int, float]] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
     def empty(overhead_ms: float = 0.0) -> CostModel:
@@ -132,7 +133,7 @@ class CostModel:
         """Cost in ms of one step that verifies ``tokens`` in all and samples ``rows`` rows."""
         total = self.verify_cost(tokens, kv_tokens) + self.overhead_ms
         if self.sampling_points.size:
-            total += float(self._dense_table("sampling", rows + 1)[rows])
+            total += self._dense_table("sampling", rows + 1).item(rows)
         return total + self.draft_cost(requests) if draft else total
 
     def verify_cost(self, tokens: int, kv_tokens: float) -> float:
@@ -140,16 +141,16 @@ class CostModel:
         if not self.tiers.size:
             return 0.0
         dense, (left, share) = self._dense_table("verify", tokens + 1), self._context(kv_tokens)
-        low = float(dense[left, tokens])
-        return low if share == 0.0 else low + share * (float(dense[left + 1, tokens]) - low)
+        low: float = dense.item(left, tokens)
+        return low if share == 0.0 else low + share * (dense.item(left + 1, tokens) - low)
 
     def prepare(self, tokens: int) -> None:
         """Expand the tables up to ``tokens`` now, so that no later step pays for it."""
-        self.scan_ms(0, tokens, tokens, 1, 0.0)
+        self.scan_ms(0, tokens, tokens, 1, float(self.kv_points[-1]))
 
     def draft_cost(self, requests: int) -> float:
         """Drafter cost in ms for ``requests`` requests; 0 when it was not profiled."""
-        return float(self._dense_table("draft", requests + 1)[requests]) if self.draft_points.size else 0.0
+        return float(self._dense_table("draft", requests + 1).item(requests)) if self.draft_points.size else 0.0
 
     def tier(self, tokens: int) -> int:
         """Size in tokens of the graph that ``tokens`` are padded to; ``tokens`` itself where none is captured."""
@@ -176,40 +177,48 @@ class CostModel:
 
     def _context(self, kv_tokens: float) -> tuple[int, float]:
         """The KV segment of ``kv_tokens`` and the place in it; the last segment goes on with its own slope."""
-        points = self.kv_points
-        if points.size == 1 or not kv_tokens > points[0]:
-            return 0, 0.0
-        left = min(int(points.searchsorted(kv_tokens, side="right")) - 1, points.size - 2)
-        return left, float((kv_tokens - points[left]) / (points[left + 1] - points[left]))
+        # A step asks several times for one and the same context.
+        known = self._segment.get(kv_tokens)
+        if known is not None:
+            return known
+        points, left, share = self.kv_points, 0, 0.0
+        if points.size > 1 and kv_tokens > points[0]:
+            left = min(int(points.searchsorted(kv_tokens, side="right")) - 1, points.size - 2)
+            share = float((kv_tokens - points[left]) / (points[left + 1] - points[left]))
+        self._segment.clear()
+        self._segment[kv_tokens] = left, share
+        return left, share
 
     def _verify_at(self, kv_tokens: float, first: int, end: int) -> Floats:
         if not self.tiers.size:
             return np.zeros(end - first)
-        dense, (left, share) = self._dense_table("verify", end), self._context(kv_tokens)
-        low = dense[left, first:end]
+        left, share = self._context(kv_tokens)
+        low = self._dense_table("verify", end)[left, first:end]
         if share == 0.0:
             return np.array(low)
-        cost: Floats = dense[left + 1, first:end] - low
-        cost *= share
+        cost: Floats = self._dense_table("rise", end)[left, first:end] * share
         cost += low
         return cost
 
     def _dense_table(self, name: str, size: int) -> Floats:
         table = self._dense.get(name)
         if table is None or table.shape[-1] < size:
-            if size > MAX_TOKENS:
-                raise ValueError(f"a step of {size} tokens is beyond the {MAX_TOKENS} that a cost table covers")
-            at = np.arange(max(1024, 1 << (size - 1).bit_length()))
-            if name == "verify":
-                table = np.stack([self._expand_verify(at, column) for column in self.verify_ms.T])
-            elif name == "draft" and self.capture_limit is not None:
-                table = _above(at, self.draft_points, self.draft_ms, _stairs(at, self.draft_points, self.draft_ms))
-            elif name == "draft":
-                table = _line(at, self.draft_points, self.draft_ms)
-            else:
-                table = _line(at, self.sampling_points, self.sampling_ms)
-            self._dense[name] = table
+            table = self._dense[name] = self._expand(name, size)
         return table
+
+    def _expand(self, name: str, size: int) -> Floats:
+        if size > MAX_TOKENS:
+            raise ValueError(f"a step of {size} tokens is beyond the {MAX_TOKENS} that a cost table covers")
+        at = np.arange(max(1024, 1 << (size - 1).bit_length()))
+        if name == "verify":
+            return np.stack([self._expand_verify(at, column) for column in self.verify_ms.T])
+        if name == "rise":
+            return np.diff(self._dense_table("verify", size), axis=0)
+        if name == "draft" and self.capture_limit is not None:
+            return _above(at, self.draft_points, self.draft_ms, _stairs(at, self.draft_points, self.draft_ms))
+        if name == "draft":
+            return _line(at, self.draft_points, self.draft_ms)
+        return _line(at, self.sampling_points, self.sampling_ms)
 
     def _expand_verify(self, at: Ints, ms: Floats) -> Floats:
         captured = self._captured()

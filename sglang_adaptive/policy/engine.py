@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,11 @@ from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.correction import CostCorrection, corrected
 from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.explore import TierExplorer
-from sglang_adaptive.policy.modes import ModeTimes, PlainLook, factor
+from sglang_adaptive.policy.modes import ModeTimes, PlainLook
 from sglang_adaptive.policy.profile import SurvivalProfile
 from sglang_adaptive.policy.rate import BUCKETS, RunningRate
 from sglang_adaptive.policy.saturation import SaturationGate
-from sglang_adaptive.policy.survival import all_valid, count_invalid, survival
+from sglang_adaptive.policy.survival import bounds, count_invalid, survival
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -132,7 +131,7 @@ class Engine:
             self._learn_time(requests, non_draft_tokens, draft_tokens, kv_tokens, committed_tokens, step_ms, drafted)
         if confidence is not None and drafted:
             if self.gate.skipping or self.steps % _PROFILE_STEPS == 1:
-                self.profile.observe(self._survival(confidence), rare=self.gate.skipping)
+                self.profile.observe(self._survival(confidence, bounds(confidence)), rare=self.gate.skipping)
             if self.config.calibrate and verified is not None and accepted is not None:
                 self.calibration.observe(confidence, verified, accepted)
         if self.config.auto_refresh and self.refresh_due:
@@ -174,16 +173,19 @@ class Engine:
         nothing is drafted every request is, since its confidences are from before."""
         typical = self.profile.mean
         if self.gate.skipping and typical is not None:
-            return np.tile(typical, (fresh.size, 1))
-        alive = self._survival(confidence)
-        if not all_valid(confidence):
+            return np.repeat(typical[:, None], fresh.size, axis=1).T
+        within = least, largest = bounds(confidence)
+        alive = self._survival(confidence, within)
+        if not (least >= 0.0 and largest <= 1.0):
             self.invalid_requests += count_invalid(confidence[fresh])
-        if not fresh.all():
-            alive[~fresh] = 1.0 if self.config.trust_new else self._prior if typical is None else typical
+        (new,) = (~fresh).nonzero()
+        if new.size:
+            alive[new] = 1.0 if self.config.trust_new else self._prior if typical is None else typical
         return alive
 
-    def _survival(self, confidence: Floats) -> Floats:
-        return survival(self.calibration.apply(confidence) if self.config.calibrate else confidence)
+    def _survival(self, confidence: Floats, within: tuple[float, float]) -> Floats:
+        likely = self.calibration.apply(confidence, within=within) if self.config.calibrate else confidence
+        return survival(likely, valid=within[0] >= 0.0 and within[1] <= 1.0)
 
     def _best_drafting(
         self, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
@@ -208,16 +210,17 @@ class Engine:
 
     def _draft_or_not(self, drafting: Decision, requests: int, non_draft_tokens: int, kv_tokens: float) -> Decision:
         """Compare both modes by what their steps were measured to take, where they were, else by the table."""
-        plain_ms = self.cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
-        draft_ms = drafting.predicted_ms
-        drafted, plain = (factor(self._modes_in_force, requests, mode) for mode in (True, False))
+        draft_ms, profile = drafting.predicted_ms, self._profiled
+        drafted, plain = modes.factors(self._modes_in_force, requests)
         if drafted:
             tokens, rows = non_draft_tokens + drafting.budget, requests + drafting.budget
-            draft_ms = drafted * self._profiled.point_ms(requests, tokens, rows, kv_tokens)
-        profiled_ms = self._profiled.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
+            draft_ms = drafted * profile.point_ms(requests, tokens, rows, kv_tokens)
+        profiled_ms = profile.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
         if plain:
             plain_ms = plain * profiled_ms
-        decision = self.gate.decide(replace(drafting, predicted_ms=draft_ms), plain_ms, requests)
+        else:
+            plain_ms = self.cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
+        decision = self.gate.decide(drafting.at_cost(draft_ms), plain_ms, requests)
         if drafted and requests and decision.draft and not self.gate.skipping:
             # Drafting steps say nothing good or bad about plain ones: where those are unknown, the profile's time.
             rival_ms = plain_ms if plain else profiled_ms
@@ -248,12 +251,10 @@ class Engine:
 
     def _explore_tier(self, decision: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
         requests = alive.shape[0]
-        open_tokens = alive[:, : self._most]
-        least, most = requests * min(self._most, self.config.min_len - 1), open_tokens.size
-        best = decision.expected_tokens / decision.predicted_ms
+        least, most = requests * min(self._most, self.config.min_len - 1), requests * self._most
 
         def look(tokens: int) -> Decision:
-            budget = tokens - non_draft_tokens
+            budget, open_tokens = tokens - non_draft_tokens, alive[:, : self._most]
             # The last of the sorted survivals: with a minimum length this is a little too good, which is good enough.
             expected = requests + float(np.sort(open_tokens, axis=None)[open_tokens.size - budget :].sum())
             ms = self.cost.point_ms(requests, tokens, requests + budget, kv_tokens)
@@ -261,7 +262,7 @@ class Engine:
 
         def worth(tokens: int) -> float:
             other = look(tokens)
-            return other.expected_tokens / other.predicted_ms / best
+            return other.expected_tokens / other.predicted_ms / (decision.expected_tokens / decision.predicted_ms)
 
         here = non_draft_tokens + decision.budget
         there = self._tiers.tokens(here, non_draft_tokens + least, non_draft_tokens + most, worth)

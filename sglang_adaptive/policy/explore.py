@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable
 
 import numpy as np
@@ -29,11 +31,12 @@ class TierExplorer:
     """
 
     def __init__(self, tiers: Ints, longest_interval: int, forget_steps: int) -> None:
-        self.tiers, self.longest, self.forget = tiers, longest_interval, forget_steps
-        self._uses = np.zeros(tiers.size, np.int64)
-        self._used_at = np.zeros(tiers.size, np.int64)
-        self._interval = np.full(_BUCKETS, min(_FIRST_INTERVAL, max(longest_interval, 1)), np.int64)
-        self._waited = np.zeros(_BUCKETS, np.int64)
+        # Lists: one item of an array at a time is several times slower.
+        self.tiers: list[int] = tiers.tolist()
+        self.longest, self.forget = longest_interval, forget_steps
+        self._uses, self._used_at = [0] * len(self.tiers), [0] * len(self.tiers)
+        self._interval = [min(_FIRST_INTERVAL, max(longest_interval, 1))] * _BUCKETS
+        self._waited = [0] * _BUCKETS
         self._steps = 0
         self._down = False
         self._burst_left = 0
@@ -67,7 +70,7 @@ class TierExplorer:
             away = float(least if self._down else most)
             for _ in range(_HALVINGS):
                 away = (away * tokens) ** 0.5
-                there = int(self.tiers[min(self._tier(int(np.ceil(away))), self.tiers.size - 1)])
+                there = self.tiers[self._held_by(math.ceil(away))]
                 if not least <= there <= most or self._tier(there) == self._tier(tokens):
                     break
                 if worth(there) >= _LEAST_VALUE:
@@ -77,14 +80,18 @@ class TierExplorer:
         return tokens
 
     def _tier(self, tokens: int) -> int:
-        return int(np.searchsorted(self.tiers, tokens))
+        return bisect_left(self.tiers, tokens)
+
+    def _held_by(self, tokens: int) -> int:
+        """The tier's place; tokens beyond the table count for its last tier."""
+        return min(bisect_left(self.tiers, tokens), len(self.tiers) - 1)
 
     def _is_known(self, tokens: int) -> bool:
-        tier = min(self._tier(tokens), self.tiers.size - 1)
-        return bool(self._uses[tier] >= BURST_STEPS and self._steps - self._used_at[tier] <= self.forget)
+        tier = self._held_by(tokens)
+        return self._uses[tier] >= BURST_STEPS and self._steps - self._used_at[tier] <= self.forget
 
     def _use(self, tokens: int) -> None:
-        tier = min(self._tier(tokens), self.tiers.size - 1)
+        tier = self._held_by(tokens)
         if self._steps - self._used_at[tier] > self.forget:
             self._uses[tier] = 0
         self._uses[tier] += 1

@@ -8,6 +8,8 @@ looked at now and then.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,9 +53,10 @@ class ModeTimes:
         return factors.reshape(-1)
 
 
-def factor(state: Floats, requests: int, drafted: bool) -> float:
-    """The factor of a ``ModeTimes.state`` for a batch; 0 where it is not known."""
-    return float(state[int(drafted) * BUCKETS + RunningRate.bucket(requests)])
+def factors(state: Floats, requests: int) -> tuple[float, float]:
+    """The factors of a ``ModeTimes.state`` for a batch, with a draft and without one; 0 where it is not known."""
+    bucket = RunningRate.bucket(requests)
+    return state.item(BUCKETS + bucket), state.item(bucket)
 
 
 class PlainLook:
@@ -67,16 +70,17 @@ class PlainLook:
 
     def __init__(self, longest_interval: int) -> None:
         self.longest = longest_interval
-        self._interval = np.full(BUCKETS, min(_FIRST_INTERVAL, max(longest_interval, 1)), np.int64)
-        self._waited = np.zeros(BUCKETS, np.int64)
-        self._level = np.zeros(BUCKETS)
+        # Lists: one item of an array at a time is several times slower.
+        self._interval = [min(_FIRST_INTERVAL, max(longest_interval, 1))] * BUCKETS
+        self._waited = [0] * BUCKETS
+        self._level = [0.0] * BUCKETS
         self._left = 0
         self._bucket = -1
 
     def due(self, requests: int, advantage: float) -> bool:
         """Whether this step, which would draft, should be one without; called once for each such step. ``advantage``
         of drafting: tokens per ms with a draft over those without, as far as is known."""
-        if not self.longest:
+        if not self.longest or not advantage > 0:
             return False
         bucket = RunningRate.bucket(requests)
         if self._left and bucket == self._bucket:
@@ -85,8 +89,8 @@ class PlainLook:
         self._left = 0
         self._waited[bucket] += 1
         weight = requests / (requests + _CALM_REQUESTS) if self._waited[bucket] > 1 else 1.0
-        self._level[bucket] += weight * (np.log(advantage) - self._level[bucket])
-        price = LOOK_STEPS * max(0.0, 1.0 - np.exp(-self._level[bucket]))
+        self._level[bucket] += weight * (math.log(advantage) - self._level[bucket])
+        price = LOOK_STEPS * (1.0 - math.exp(-max(0.0, self._level[bucket])))
         if self._waited[bucket] <= self._interval[bucket] or price > PRICE * self._waited[bucket]:
             return False
         self._waited[bucket] = 0

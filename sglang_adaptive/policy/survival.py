@@ -6,26 +6,37 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
+def bounds(confidence: Floats) -> tuple[float, float]:
+    """The least and the largest value, NaN where there is one, without temporaries; 1 and 0 of nothing."""
+    if not confidence.size:
+        return 1.0, 0.0
+    return float(np.minimum.reduce(confidence, axis=None)), float(np.maximum.reduce(confidence, axis=None))
+
+
 def all_valid(confidence: Floats) -> bool:
-    """True when every value is a number in [0, 1]; two passes without temporaries, for the usual case."""
-    # NaN spreads through min and compares false.
-    return not confidence.size or bool(confidence.min() >= 0.0 and confidence.max() <= 1.0)
+    """True when every value is a number in [0, 1]."""
+    least, largest = bounds(confidence)
+    return least >= 0.0 and largest <= 1.0
 
 
-def survival(confidence: Floats) -> Floats:
+def survival(confidence: Floats, *, valid: bool | None = None) -> Floats:
     """Cumulative product along the draft positions.
 
     ``confidence`` is ``[requests, K]``, each the probability that a draft token is accepted given that all before it
-    were. Returns ``[requests, K]`` float64, non-increasing along K and inside [0, 1]. A value that is NaN, infinite or
-    outside [0, 1] ends its own request: from that position on its survival is 0. Other requests are not touched.
+    were. Returns ``[requests, K]`` float64, non-increasing along K and inside [0, 1]; in memory position by position. A
+    value that is NaN, infinite or outside [0, 1] ends its own request: from that position on its survival is 0. Other
+    requests are not touched. ``valid`` is ``all_valid(confidence)``, where the caller knows it.
     """
-    alive = np.array(confidence, dtype=np.float64, order="C")
-    if not all_valid(alive):
+    alive = np.array(confidence.T, dtype=np.float64, order="C")
+    if not (all_valid(alive) if valid is None else valid):
         alive[~((alive >= 0.0) & (alive <= 1.0))] = 0.0
-    # One column after the other is faster than cumprod along a short last axis, and rounds the same way.
-    for position in range(1, alive.shape[1]):
-        alive[:, position] *= alive[:, position - 1]
-    return alive
+    # One position after the other is faster than an accumulate over either axis, and rounds the same way.
+    so_far = None
+    for position in alive:
+        if so_far is not None:
+            np.multiply(position, so_far, out=position)
+        so_far = position
+    return alive.T
 
 
 def count_invalid(confidence: Floats) -> int:

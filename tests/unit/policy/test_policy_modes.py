@@ -10,7 +10,7 @@ import pytest
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.cost import CostModel, VerifySample
 from sglang_adaptive.policy.engine import LOOK, Engine
-from sglang_adaptive.policy.modes import LOOK_STEPS, MIN_SAMPLES, ModeTimes, PlainLook, factor
+from sglang_adaptive.policy.modes import LOOK_STEPS, MIN_SAMPLES, ModeTimes, PlainLook, factors
 from sglang_adaptive.policy.rate import BUCKETS
 
 GAMMA = 7
@@ -106,6 +106,5 @@ def test_medians_are_not_moved_by_odd_times_and_unknown_is_zero():
     for bad in (float("nan"), float("inf"), 0.0, -1.0):
         times.observe(4, True, bad, 2.0)
     state = times.state()
-    assert factor(state, 4, True) == 1.5
-    assert factor(state, 4, False) == 0 and factor(state, 64, True) == 0
+    assert factors(state, 4) == (1.5, 0.0) and factors(state, 64) == (0.0, 0.0)
     assert state.size == 2 * BUCKETS
