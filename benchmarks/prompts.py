@@ -121,13 +121,19 @@ class Prompts:
 
     def __init__(self, fields: Sequence[dict[str, Any]]) -> None:
         self._fields = fields
+        self._orders: dict[str, list[int]] = {}
 
     def request(self, index: int, seed: int | str) -> dict[str, Any]:
         """Request fields for the ``index``-th request; every prompt comes once before one comes again."""
         rounds, place = divmod(index, len(self._fields))
-        order = list(range(len(self._fields)))
-        random.Random(f"{seed}/{rounds}").shuffle(order)
-        return self._fields[order[place]]
+        return self._fields[self._order(f"{seed}/{rounds}")[place]]
+
+    def _order(self, key: str) -> list[int]:
+        if key not in self._orders:
+            order = list(range(len(self._fields)))
+            random.Random(key).shuffle(order)
+            self._orders = {key: order}
+        return self._orders[key]
 
 
 class SyntheticPrompts(Prompts):

@@ -93,10 +93,11 @@ class Streams:
             index = next(self._index)
             if self.load.requests is not None and index >= self.load.requests:
                 break
+            body = self.load.body(index)
             request = Request(time.perf_counter())
             self.requests.append(request)
             try:
-                await self._stream(request, self.load.body(index), worker)
+                await self._stream(request, body, worker)
             except (TimeoutError, aiohttp.ClientError, ValueError) as error:
                 request.error = f"{type(error).__name__}: {error}"
             failures = failures + 1 if request.error else 0
