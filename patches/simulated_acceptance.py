@@ -41,11 +41,11 @@ def _admit(injector: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     if _mode.fates is None:
         slots, gamma = runner.req_to_token_pool.req_to_token.shape[0], injector.verify_num_draft_tokens - 1
         _mode.fates = Fates(_mode.acceptance, gamma, slots, injector.device)
-    for request in batch.reqs or ():
+    for request in batch.reqs:
         if not hasattr(request, "_acceptance_key"):
             request._acceptance_key = request_key(request.origin_input_ids)
-    requests = batch.reqs or ()
-    _mode.fates.admit([r.req_pool_idx for r in requests], [r._acceptance_key for r in requests])
+    keys = [request._acceptance_key for request in batch.reqs]
+    _mode.fates.admit(batch.req_pool_indices_cpu.tolist(), keys)
 
 
 def _hear(proposal: Any, *args: Any, batch: Any, **kwargs: Any) -> Any:

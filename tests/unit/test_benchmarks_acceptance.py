@@ -169,8 +169,8 @@ def test_the_patches_replace_confidences_and_respect_verify_lengths(two, monkeyp
     arguments = SimpleNamespace(load_format="dummy")
     runner = SimpleNamespace(req_to_token_pool=pool, server_args=arguments)
     injector = SimpleNamespace(model_runner=runner, verify_num_draft_tokens=4, device="cpu")
-    requests = [SimpleNamespace(origin_input_ids=[place], req_pool_idx=place) for place in (1, 4)]
-    prefill = SimpleNamespace(reqs=requests)
+    requests = [SimpleNamespace(origin_input_ids=[place]) for place in (1, 4)]
+    prefill = SimpleNamespace(reqs=requests, req_pool_indices_cpu=torch.tensor([1, 4]))
     batch = SimpleNamespace(req_pool_indices=torch.tensor([4, 1]), seq_lens=torch.tensor([30, 40]))
     proposal = Proposal(torch.zeros(2, 3), None)
     assert patches._hear(proposal, None, batch=batch) is None, "nothing is simulated before the first prefill"
