@@ -23,14 +23,14 @@ def _is_noop(original: Any, sampling_info: Any) -> bool:
 
 def _begin_compact(executor: Any, **kwargs: Any) -> None:
     batch = kwargs["batch"]
-    step = Penalties.of(executor).begin_decode(batch, kwargs["draft_block_ids"][:, 0], kwargs["draft_tokens"])
+    step = Penalties.of(batch).begin_decode(batch, kwargs["draft_block_ids"][:, 0], kwargs["draft_tokens"])
     if step is not None:
         batch.sampling_info.adaptive_penalties = step
 
 
 def _begin_uniform(executor: Any, **kwargs: Any) -> None:
     batch, ids = kwargs["batch"], kwargs["verify_ids_2d"]
-    step = Penalties.of(executor).begin_decode(batch, ids[:, 0], ids[:, 1:])
+    step = Penalties.of(batch).begin_decode(batch, ids[:, 0], ids[:, 1:])
     if step is not None:
         batch.sampling_info.adaptive_penalties = step
 
@@ -47,8 +47,9 @@ def _commit(accept: Any, executor: Any, *, sampling_info: Any, **kwargs: Any) ->
         step.commit(accept.out_tokens, accept.commit_lens)
 
 
-def _prefill(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    step = Penalties.of(worker._verify_executor).begin_prefill(batch)
+def prefill(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around a worker's prefill or mixed step: penalties of the requests in it that have output already."""
+    step = Penalties.of(batch).begin_prefill(batch)
     decoding = len(batch.decoding_reqs or ())
     result = original(worker, batch, *args, **kwargs)
     if step is not None:
@@ -114,7 +115,7 @@ PATCHES = [
         target=f"{_DSPARK}.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
         why="A retracted request, or one that decodes in a mixed step, has output that the host's penalties forgot.",
         remove_when="the host rebuilds its counts after a retraction and keeps them in DSpark steps.",
-        hook=_prefill,
+        hook=prefill,
         kind="around",
     ),
     Patch(

@@ -151,11 +151,13 @@ def _fall_back_to_uniform(server_args: Any) -> None:
 
 def worker_class(server_args: Any) -> type:
     """The worker of the family (imports the runtime)."""
+    from sglang_adaptive.patches import eagle_sampling, registry, sampling
+
     if _family is not family.DSPARK:
         from sglang_adaptive.runtime.eagle import AdaptiveEagleWorker
 
+        registry.apply(eagle_sampling.PATCHES)
         return AdaptiveEagleWorker
-    from sglang_adaptive.patches import registry, sampling
     from sglang_adaptive.runtime.worker import AdaptiveDSparkWorker
 
     registry.apply(sampling.PATCHES)

@@ -144,17 +144,18 @@ class StepPenalties:
 
 
 class Penalties:
-    """The output counts of the running requests that have penalties. One for each worker."""
+    """The output counts of the running requests that have penalties."""
 
     def __init__(self) -> None:
         self._table: Table | None = None
 
     @classmethod
-    def of(cls, executor: Any) -> Penalties:
-        """The counts that belong to a worker's verification."""
-        if not hasattr(executor, "adaptive_penalties"):
-            executor.adaptive_penalties = cls()
-        return executor.adaptive_penalties
+    def of(cls, batch: Any) -> Penalties:
+        """The counts that go with the batch's request pool, and so with its worker."""
+        pool = batch.req_to_token_pool
+        if not hasattr(pool, "adaptive_penalties"):
+            pool.adaptive_penalties = cls()
+        return pool.adaptive_penalties
 
     def begin_decode(
         self, batch: Any, anchors: torch.Tensor, window: torch.Tensor | None = None

@@ -43,7 +43,7 @@ def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> Generat
         model_runner=runner,
         seq_lens_cpu=seq_lens_cpu if seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu,
     )
-    penalties = Penalties.of(worker._verify_executor).begin_decode(batch, draft_input.bonus_tokens.view(-1))
+    penalties = Penalties.of(batch).begin_decode(batch, draft_input.bonus_tokens.view(-1))
     layout = planner.anchor_layout(requests)
     anchors = worker._proposer.draft_block_ids_view(bs=requests, device=prefix_lens.device)
     anchors[:, 0].copy_(draft_input.bonus_tokens.view(-1))
