@@ -10,6 +10,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import tiny_eagle
 import tiny_pair as tiny
 from server import Server
 
@@ -48,6 +49,18 @@ def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_pair(request: pytest.FixtureRequest) -> tuple[Path, Path]:
     """Folders of the tiny target and its draft; the first use trains them, which takes a minute."""
     return tiny.tiny_pair(Path(request.config.cache.mkdir("sglang_adaptive")))
+
+
+@pytest.fixture(scope="session")
+def tiny_eagle3_pair(request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """Folders of the tiny target and an EAGLE3 draft of it; the first use trains them."""
+    return tiny_eagle.tiny_eagle3_pair(Path(request.config.cache.mkdir("sglang_adaptive")))
+
+
+@pytest.fixture(scope="session")
+def tiny_mtp_target(request: pytest.FixtureRequest) -> Path:
+    """Folder of a target that says what the tiny one says, and carries an MTP layer; the first use trains it."""
+    return tiny_eagle.tiny_mtp_target(Path(request.config.cache.mkdir("sglang_adaptive")))
 
 
 @pytest.fixture(scope="session")
