@@ -36,6 +36,10 @@ _UNSUPPORTED = (
     ("enable_multi_layer_eagle", (None, False), "a draft model per position: serve with --speculative-algorithm EAGLE"),
 )
 
+# The host has no upper limit of its own, except for DeepSeek-V4, where its pools hold 130 tokens in flight at most. No
+# published draft has more than 16, and a token so deep in a block is all but never accepted.
+_LARGEST_BLOCK = 128
+
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
@@ -63,8 +67,13 @@ def before(server_args: Any, family: Family) -> None:
             _check_target(path, _draft_config(path, cfg), server_args)
         return
     path = _draft_path(server_args, cfg)
-    if path is not None:
+    if path is None:
+        from sglang.srt.arg_groups.overrides import model_config_of
+
+        _check_block(cfg.model_path, model_config_of(server_args).hf_config, cfg)
+    else:
         draft = _draft_config(path, cfg)
+        _check_block(path, draft, cfg)
         _check_family(path, draft)
         _check_confidence_head(path, draft)
         _check_match(path, draft, server_args)
@@ -128,6 +137,36 @@ def _draft_config(path: str, cfg: Any) -> Any:
             f"The draft model {path} cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:200]}): name "
             "a DSpark checkpoint with --speculative-draft-model-path."
         ) from error
+
+
+def _check_block(path: str, draft: Any, cfg: Any) -> None:
+    """Whether K, the drafts per step, is possible. The host takes it from its flag, else from the first of these fields
+    that the draft has, cut to a whole number, else it assumes 7; a field that it cannot read it passes over."""
+    section = getattr(draft, "dflash_config", None)
+    fields = (
+        getattr(draft, "dspark_block_size", None),
+        section.get("block_size") if isinstance(section, dict) else None,
+        getattr(draft, "block_size", None),
+    )
+    in_draft = next((value for value in fields if value is not None), None)
+    if not _is_block(in_draft):
+        raise AdaptiveError(
+            f"The draft model {path} has the block size {in_draft!r} in its config.json, which must be a whole number "
+            f"from 1 to {_LARGEST_BLOCK}: download it again, or use another draft."
+        )
+    flag = getattr(cfg, "speculative_dspark_block_size", None)
+    if not _is_block(flag):
+        raise AdaptiveError(
+            f"--speculative-dspark-block-size is {flag}, but must be a whole number from 1 to {_LARGEST_BLOCK}: drop "
+            "it, and the draft's own is taken."
+        )
+
+
+def _is_block(value: Any) -> bool:
+    """None, which leaves the choice to the host, is fine."""
+    if value is None:
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _LARGEST_BLOCK
 
 
 def _check_family(path: str, draft: Any) -> None:
