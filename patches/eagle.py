@@ -1,4 +1,4 @@
-"""What EAGLE, EAGLE3 and MTP drafts need in the host; applied where DSPARK_ADAPTIVE drafts with one of them."""
+"""What EAGLE, EAGLE3 and MTP drafts need in the host; applied in the scheduler process before their worker is built."""
 
 from __future__ import annotations
 

@@ -60,17 +60,15 @@ def is_adaptive(server_args: Any) -> bool:
 
 
 def activate(found: Family) -> None:
-    """Check the host and the options, and apply the patches that the family needs. Idempotent."""
+    """Check the host and the options, and apply the patches that every process needs. Idempotent."""
     global _family
     from sglang_adaptive.guard import require
     from sglang_adaptive.options import Options
-    from sglang_adaptive.patches import adaptive, eagle, metrics, registry
+    from sglang_adaptive.patches import adaptive, metrics, registry
 
     require()
     Options.from_env(os.environ)
     registry.apply([*adaptive.PATCHES, *metrics.PATCHES])
-    if found is not family.DSPARK:
-        registry.apply(eagle.PATCHES)
     _family = found
 
 
@@ -150,13 +148,13 @@ def _fall_back_to_uniform(server_args: Any) -> None:
 
 
 def worker_class(server_args: Any) -> type:
-    """The worker of the family (imports the runtime)."""
-    from sglang_adaptive.patches import eagle_sampling, registry, sampling
+    """The worker of the family, and what it needs in the host (imports the runtime)."""
+    from sglang_adaptive.patches import eagle, eagle_sampling, registry, sampling
 
     if _family is not family.DSPARK:
         from sglang_adaptive.runtime.eagle import AdaptiveEagleWorker
 
-        registry.apply(eagle_sampling.PATCHES)
+        registry.apply([*eagle.PATCHES, *eagle_sampling.PATCHES])
         return AdaptiveEagleWorker
     from sglang_adaptive.runtime.worker import AdaptiveDSparkWorker
 
