@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.sampling import penaltylib
 
-from sglang_adaptive.patches import sampling
+from sglang_adaptive.patches import eagle_sampling, sampling
 from sglang_adaptive.runtime.penalties import Penalties
 
 VOCAB, EOS, WIDTH = 40, 2, 5
@@ -236,3 +236,44 @@ def test_accepting_in_a_graph_is_not_exact_with_penalties_or_min_p(changes, noop
     info = SimpleNamespace(**{"acc_additive_penalties": None, "need_min_p_sampling": False} | changes)
     assert sampling._is_noop(lambda info: True, info) is noop
     assert sampling._is_noop(lambda info: False, info) is False
+
+
+def test_an_eagle_request_with_min_p_is_refused():
+    request = make_request({"min_p": 0.1}, 0)
+    sentence = eagle_sampling._refuse(None, None, request)
+    assert sentence.endswith("drop min_p from the request.") and sentence.count(". ") == 0
+    request.sampling_params.min_p = 0.0
+    assert eagle_sampling._refuse(None, None, request) is None
+    assert eagle_sampling._refuse("another complaint", None, request) == "another complaint"
+
+
+def test_an_eagle_verification_is_penalised_and_counted(host):
+    """The host's step sees penalised logits, and what it accepts is counted for the next."""
+    for request in host.requests:
+        request.said = [5]
+    requests = len(host.requests)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        window = torch.randint(0, 12, (requests, WIDTH), generator=generator)
+        window[:, 0] = host.anchors()
+        logits = torch.randn(requests * WIDTH, VOCAB, generator=generator)
+        lengths = torch.randint(1, WIDTH + 1, (requests,), generator=generator)
+        batch = host.batch()
+        batch.req_to_token_pool = host.pool
+        batch.spec_info = SimpleNamespace(retrieve_index=window, draft_token=window.flatten().to(torch.int32))
+        output = SimpleNamespace(next_token_logits=logits.clone())
+        worker = SimpleNamespace(forward_batch_generation=lambda output=output: SimpleNamespace(logits_output=output))
+        predicted = torch.randint(0, 12, (requests, WIDTH), generator=generator)
+
+        def original(batch, *, target_worker, lengths=lengths, predicted=predicted):
+            target_worker.forward_batch_generation()
+            return SimpleNamespace(next_token_ids=predicted.flatten().to(torch.int32), accept_lens=lengths)
+
+        eagle_sampling._verify(original, batch, target_worker=worker)
+        for row, request in enumerate(host.requests):
+            for position in range(WIDTH):
+                said = request.said + window[row, 1 : position + 1].tolist()
+                place = row * WIDTH + position
+                torch.testing.assert_close(output.next_token_logits[place], expected(request, said, logits[place]))
+            request.output_ids = list(request.said)
+            request.said += predicted[row, : lengths[row]].tolist()
