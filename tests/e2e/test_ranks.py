@@ -15,7 +15,7 @@ from server import Server, speculative
 pytestmark = pytest.mark.e2e
 
 DRIFT = Path(__file__).parent / "drift"
-ROUNDS = ((24, 1), (3, 2), (1, 3), (8, 2), (16, 1), (2, 3), (12, 2))
+ROUNDS = ((24, 1), (3, 2), (1, 3), (8, 2), (2, 3))
 
 
 def noted(path: Path) -> list[dict]:
