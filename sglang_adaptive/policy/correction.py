@@ -69,37 +69,38 @@ class CostCorrection:
         known = np.flatnonzero(self._count >= MIN_SAMPLES)
         if not known.size:
             return state
-        slope, reference = self._context(known)
-        factors = [self._factor(tier, slope, reference) for tier in known]
+        seen = _Window(self, known)
+        slope, reference = seen.context()
+        factors = seen.factors(slope, reference)
         scale = np.log(self.profiled.tiers)
         state[:_HEAD] = slope, reference
         state[_HEAD:] = np.exp(np.interp(scale, scale[known], np.log(factors)))
         return state
 
-    def _window(self, tier: int) -> slice:
-        return slice(0, min(int(self._count[tier]), WINDOW))
 
-    def _factor(self, tier: int, slope: float, reference: float) -> float:
-        window = self._window(tier)
-        context = slope * (self._kv[tier, window] - reference)
-        verify = np.maximum(self._verify[tier, window], 1e-9)
-        ratios = (self._measured[tier, window] - self._rest[tier, window] - context) / verify
-        return float(np.clip(np.median(ratios), *_FACTOR_RANGE))
+class _Window:
+    """What the windows of some tiers hold: [tiers, WINDOW] each, of which ``count`` entries per row are filled."""
 
-    def _context(self, known: NDArray[np.intp]) -> tuple[float, float]:
+    def __init__(self, correction: CostCorrection, known: NDArray[np.intp]) -> None:
+        self.verify, self.rest = correction._verify[known], correction._rest[known]
+        self.kv, self.measured = correction._kv[known], correction._measured[known]
+        self.count = np.minimum(correction._count[known], WINDOW)
+        self.filled = np.arange(WINDOW) < self.count[:, None]
+
+    def factors(self, slope: float, reference: float) -> Floats:
+        """[tiers] measured over profiled verify cost."""
+        context = slope * (self.kv - reference)
+        ratios = (self.measured - self.rest - context) / np.maximum(self.verify, 1e-9)
+        return np.clip(self._medians(ratios), *_FACTOR_RANGE)
+
+    def context(self) -> tuple[float, float]:
         """Slope of what the tiers leave unexplained over KV tokens: Tukey's resistant line, medians of outer thirds."""
-        residuals, offsets, contexts, expected = [], [], [], []
-        for tier in known.tolist():
-            window = self._window(tier)
-            predicted = self._verify[tier, window] + self._rest[tier, window]
-            measured, kv = self._measured[tier, window], self._kv[tier, window]
-            residual = measured - predicted * np.median(measured / np.maximum(predicted, 1e-9))
-            residuals.append(residual - np.median(residual))
-            offsets.append(kv - np.median(kv))
-            contexts.append(kv)
-            expected.append(predicted)
-        residual, offset = np.concatenate(residuals), np.concatenate(offsets)
-        reference = float(np.median(np.concatenate(contexts)))
+        predicted = self.verify + self.rest
+        level = self._medians(self.measured / np.maximum(predicted, 1e-9))
+        residual = self.measured - predicted * level[:, None]
+        residual = (residual - self._medians(residual)[:, None])[self.filled]
+        offset = (self.kv - self._medians(self.kv)[:, None])[self.filled]
+        reference = float(np.median(self.kv[self.filled]))
         if residual.size < _MIN_CONTEXT_SAMPLES or reference <= 0:
             return 0.0, reference
         low, high = np.quantile(offset, [1 / 3, 2 / 3])
@@ -108,8 +109,14 @@ class CostCorrection:
         if run < _MIN_CONTEXT_SPREAD * reference:
             return 0.0, reference
         slope = float(np.median(residual[upper]) - np.median(residual[lower])) / run
-        limit = _MAX_CONTEXT_SHARE * float(np.median(np.concatenate(expected))) / reference
+        limit = _MAX_CONTEXT_SHARE * float(np.median(predicted[self.filled])) / reference
         return float(np.clip(slope, -limit, limit)), reference
+
+    def _medians(self, values: Floats) -> Floats:
+        """[tiers] medians of the filled entries."""
+        ordered = np.sort(np.where(self.filled, values, np.inf), axis=1)
+        row = np.arange(self.count.size)
+        return np.asarray(0.5 * (ordered[row, (self.count - 1) // 2] + ordered[row, self.count // 2]))
 
 
 def corrected(profiled: CostModel, state: Floats) -> CostModel:
