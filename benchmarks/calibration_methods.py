@@ -139,22 +139,32 @@ def drafter_maximum(steps: Steps, until: int) -> list[np.ndarray]:
 
 def headless(steps: Steps, until: int) -> list[np.ndarray]:
     """The engine's ``Estimator`` for drafters without a head: nothing of the head is looked at."""
-    estimator = Estimator(steps.gamma)
-
-    def look(n: int, recent: np.ndarray) -> np.ndarray:
-        return features(steps.maxima[n], steps.entropy[n], recent)
-
-    return _with_history(steps, look, estimator.confidence, estimator.observe)
+    return _estimated(steps, steps.temperature)
 
 
 def headless_without_recent(steps: Steps, until: int) -> list[np.ndarray]:
     """The same without the request's recent acceptance."""
-    estimator = Estimator(steps.gamma)
+    return _estimated(steps, steps.temperature, use_recent=False)
+
+
+def headless_without_temperature(steps: Steps, until: int) -> list[np.ndarray]:
+    """The same, taking every request for a greedy one."""
+    return _estimated(steps, [np.zeros_like(each) for each in steps.temperature])
+
+
+def head_and_distribution(steps: Steps, until: int) -> list[np.ndarray]:
+    """The estimator's features and the head's log-odds in one regression. The engine has no such thing."""
+    prior = np.zeros(_seen(steps, 0, np.zeros(len(steps.raw[0])), steps.temperature).shape[2] + 1)
+    prior[-1] = 1.0
+    learner = LogisticFilter(steps.gamma, prior, np.full(prior.size, 8.0))
 
     def look(n: int, recent: np.ndarray) -> np.ndarray:
-        return features(steps.maxima[n], steps.entropy[n], np.zeros_like(recent))
+        return np.concatenate([_seen(steps, n, recent, steps.temperature), logit(steps.raw[n])[..., None]], axis=2)
 
-    return _with_history(steps, look, estimator.confidence, estimator.observe)
+    def predict(seen: np.ndarray) -> np.ndarray:
+        return sigmoid(np.einsum("rkd,kd->rk", seen, learner.weights))
+
+    return _with_history(steps, look, predict, learner.observe)
 
 
 METHODS: dict[str, Callable[[Steps, int], list[np.ndarray]]] = {
@@ -164,10 +174,12 @@ METHODS: dict[str, Callable[[Steps, int], list[np.ndarray]]] = {
     "online": online_calibration,
     "online + recent": online_with_recent,
     "drafter's maximum": drafter_maximum,
+    "headless, no temperature": headless_without_temperature,
     "headless, no recent": headless_without_recent,
     "headless": headless,
+    "head + distribution": head_and_distribution,
 }
-NEED_FEATURES = ("drafter's maximum", "headless, no recent", "headless")
+NEED_FEATURES = tuple(METHODS)[5:]
 
 
 def trimmed(steps: Steps, cost: CostModel) -> Steps:
@@ -199,6 +211,19 @@ def trimmed(steps: Steps, cost: CostModel) -> Steps:
             accepted=accepted[n],
         )
     return replace(steps, verified=verified, accepted=accepted)
+
+
+def _seen(steps: Steps, n: int, recent: np.ndarray, temperature: list[np.ndarray]) -> np.ndarray:
+    return features(steps.maxima[n], steps.entropy[n], recent, temperature[n])
+
+
+def _estimated(steps: Steps, temperature: list[np.ndarray], use_recent: bool = True) -> list[np.ndarray]:
+    estimator = Estimator(steps.gamma)
+
+    def look(n: int, recent: np.ndarray) -> np.ndarray:
+        return _seen(steps, n, recent if use_recent else np.zeros_like(recent), temperature)
+
+    return _with_history(steps, look, estimator.confidence, estimator.observe)
 
 
 def _with_history(

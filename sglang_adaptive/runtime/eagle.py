@@ -121,11 +121,13 @@ class AdaptiveEagleWorker(AdaptiveServing, host.EAGLEWorkerV2):
 
     def _allocate(self, batch: Any) -> Any:
         max_probability, entropy = self._draft_worker.distributions(batch.req_pool_indices)
-        self._confidence = self.planner.estimate.confidence(max_probability, entropy)
+        sampling = batch.sampling_info
+        # The host gives greedy requests a temperature of 1 and the likeliest token only.
+        temperature = torch.where(sampling.top_ks > 1, sampling.temperatures.view(-1).float(), 0.0)
+        self._confidence = self.planner.estimate.confidence(max_probability, entropy, temperature)
         # The margins, which nothing but the trace would read, are not computed.
         unseen = torch.full_like(entropy, float("nan"))
-        temperatures = batch.sampling_info.temperatures.view(-1, 1).float()
-        self.planner.see_draft(torch.cat([max_probability, entropy, unseen, temperatures], dim=1))
+        self.planner.see_draft(torch.cat([max_probability, entropy, unseen, temperature.unsqueeze(1)], dim=1))
         return self.planner.layout(len(entropy), self._confidence)
 
     # -- a step without a draft --

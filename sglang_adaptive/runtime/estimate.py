@@ -39,9 +39,12 @@ class Estimate:
         self._recent[iteration] = recent
         self._live = async_h2d(torch.from_numpy(recent.astype(np.float32)), self._device)
 
-    def confidence(self, max_probability: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        """[R, K] float32 from the running step's distributions, both [R, K]; NaN where a maximum is no probability."""
-        return estimate_on_device(max_probability, entropy, self._live, self._coefficients)
+    def confidence(
+        self, max_probability: torch.Tensor, entropy: torch.Tensor, temperature: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[R, K] float32 from the running step's distributions, both [R, K], and temperatures [R], 0 for greedy ones
+        (None: all are); NaN where a maximum is no probability."""
+        return estimate_on_device(max_probability, entropy, self._live, self._coefficients, temperature)
 
     def learn(self, record: StepRecord) -> None:
         """Learn from a finished step, whose ``extra`` are ``trace_features.draft_columns``; in order."""
@@ -53,7 +56,8 @@ class Estimate:
         if not self._learning:
             return
         seen = DraftFeatures.of(record.extra)
-        self._estimator.observe(features(seen.max_probability, seen.entropy, recent), verified, accepted)
+        known = features(seen.max_probability, seen.entropy, recent, seen.temperature)
+        self._estimator.observe(known, verified, accepted)
         self._steps += 1
         if self._steps % SEND_STEPS == 0 and self._estimator.version != self._version:
             self._send()

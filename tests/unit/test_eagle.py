@@ -137,7 +137,7 @@ def test_the_estimate_believes_the_draft_at_first_and_then_what_happened():
     entropies = np.full((rows, gamma), 0.5, np.float32)
 
     def confidence():
-        return estimate.confidence(torch.from_numpy(maxima), torch.from_numpy(entropies))
+        return estimate.confidence(torch.from_numpy(maxima), torch.from_numpy(entropies), torch.ones(rows))
 
     slots, generations = np.arange(rows), np.zeros(rows, np.int64)
     estimate.begin(0, slots, generations)

@@ -59,10 +59,43 @@ def test_the_device_computes_the_same():
     probability[0] = [np.nan, 0.0, 1.0]
     probability[1, 1] = 1.5
     entropy[2, 0] = 99.0
-    tensors = [torch.tensor(a, dtype=torch.float32) for a in (probability, entropy, recent, estimator.coefficients)]
-    wanted = estimator.confidence(features(probability, entropy, recent))
-    assert estimate_on_device(*tensors).numpy() == pytest.approx(wanted, abs=2e-5, nan_ok=True)
+    given = probability, entropy, recent, estimator.coefficients, np.resize([0.0, 0.6, 1.0, 1.7], 50)
+    tensors = [torch.tensor(a, dtype=torch.float32) for a in given]
+    for temperature in (None, given[4]):
+        wanted = estimator.confidence(features(probability, entropy, recent, temperature))
+        got = estimate_on_device(*tensors[:4], None if temperature is None else tensors[4]).numpy()
+        assert got == pytest.approx(wanted, abs=5e-5, nan_ok=True)
     assert np.isnan(wanted[0, 0]) and np.isnan(wanted[1, 1]) and np.isfinite(wanted[2:]).all()
+
+
+def test_sampled_requests_are_learned_apart_from_greedy_ones():
+    estimator, random = Estimator(K), np.random.default_rng(3)
+    temperature, none = np.arange(32) % 2 * 1.0, np.zeros(32)
+
+    def draw():
+        probability = random.beta(2, 1.5, (32, K))
+        return probability, np.where(temperature[:, None] > 0, 0.6, sigmoid(2.0 * logit(probability)))
+
+    for _ in range(1500):
+        probability, truth = draw()
+        accepted = np.logical_and.accumulate(random.random(truth.shape) < truth, axis=1).sum(axis=1)
+        seen = features(probability, np.ones((32, K)), none, temperature)
+        estimator.observe(seen, np.full(32, K), accepted)
+    probability, truth = draw()
+    got = estimator.confidence(features(probability, np.ones((32, K)), none, temperature))
+    assert np.abs(got - truth).mean() < 0.04
+
+
+def test_a_position_knows_the_one_before():
+    estimator, random = Estimator(2), np.random.default_rng(4)
+    none = np.zeros(64)
+    for _ in range(600):
+        probability = random.beta(2, 1.5, (64, 2))
+        truth = np.stack([np.ones(64), probability[:, 0]], axis=1)
+        accepted = np.logical_and.accumulate(random.random(truth.shape) < truth, axis=1).sum(axis=1)
+        estimator.observe(features(probability, np.ones((64, 2)), none), np.full(64, 2), accepted)
+    got = estimator.confidence(features(np.array([[0.2, 0.5], [0.8, 0.5]]), np.ones((2, 2)), none[:2]))
+    assert got[:, 1] == pytest.approx([0.2, 0.8], abs=0.08)
 
 
 def test_it_survives_a_restart():
