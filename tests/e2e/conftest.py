@@ -34,3 +34,10 @@ def adaptive_server(tiny_pair: tuple[Path, Path], dear_costs: Path, log_dir: Pat
 def expected_ids(tiny_plain_server: Server) -> list[list[int]]:
     """Greedy continuations of PROMPTS without speculation."""
     return tiny_plain_server.greedy_ids(PROMPTS, TOKENS)
+
+
+@pytest.fixture(scope="session")
+def exact_plain_server(tiny_pair: tuple[Path, Path], log_dir: Path) -> Iterator[Server]:
+    """Without speculation and without overlap: under overlap the host's penalties lag behind the output by a token."""
+    with Server(tiny_pair[0], "--disable-overlap-schedule", "--sleep-on-idle", log_dir=log_dir) as server:
+        yield server

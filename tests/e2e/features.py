@@ -1,0 +1,81 @@
+"""Requests for the end-to-end tests of features: what one asks for, sent at the same time, and answers compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import requests
+import tiny_draft
+import tiny_language as language
+from server import Server
+
+from sglang_adaptive.launch.client import REQUEST_OPTIONS, together
+
+# Additive penalties and the repetition penalty apart: without overlap the host applies them in the order of a set.
+PENALTIES = {
+    "frequency": {"frequency_penalty": 2.0},
+    "presence": {"presence_penalty": 2.0, "logit_bias": {str(word): 6.0 for word in range(10, 16)}},
+    "repetition": {"repetition_penalty": 1.8},
+    "both": {"frequency_penalty": 1.2, "presence_penalty": 1.9},
+}
+
+
+def request(prompt: str | list[int], tokens: int = 48, **options: Any) -> dict[str, Any]:
+    """The body of a greedy request that goes on after an end of text, unless ``options`` say otherwise."""
+    top = {name: options.pop(name) for name in list(options) if name in REQUEST_OPTIONS}
+    key = "text" if isinstance(prompt, str) else "input_ids"
+    sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": tokens, **options}
+    return {key: prompt, "sampling_params": sampling, **top}
+
+
+def penalised() -> list[dict]:
+    """Requests of every kind of penalty between others that have none, of different lengths, over few words."""
+    kinds = [{}, *PENALTIES.values()]
+    prompts = language.random_prompts(15, seed=31, kinds=(language.HARD, language.MIXED))
+    return [request(prompt, 52 + 3 * i, **kinds[i % 5]) for i, prompt in enumerate(prompts)]
+
+
+def up_to_the_context_length() -> list[dict]:
+    """Requests whose last token fills the context of the tiny target exactly."""
+    lengths = (1, 7, 8, 40)
+    texts = [language.text(random.Random(new), language.EASY, tiny_draft.CONTEXT_LENGTH - new) for new in lengths]
+    return [request(text, new) for text, new in zip(texts, lengths, strict=True)]
+
+
+def answers(server: Server, bodies: Sequence[dict[str, Any]]) -> list[Any]:
+    """The answers of ``/generate``, all requests running at the same time."""
+    return together(lambda body: server.client.post("/generate", body), bodies)
+
+
+def outputs(server: Server, bodies: Sequence[dict[str, Any]]) -> list[tuple[list[int], str, Any]]:
+    """Token ids, text and reason of the end of each answer."""
+    return [
+        (answer["output_ids"], answer["text"], answer["meta_info"]["finish_reason"])
+        for answer in answers(server, bodies)
+    ]
+
+
+def events(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a streaming request sends, without the end mark."""
+    url = server.client.url + path
+    with requests.post(url, json={**body, "stream": True}, stream=True, timeout=300) as answer:
+        answer.raise_for_status()
+        lines = [line.removeprefix(b"data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == b"[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def borrow_costs(folder: Path, into: Path, **facts: Any) -> Path:
+    """A cache folder with the cost table of ``folder``, as if it had been profiled on a server with other ``facts``."""
+    (source,) = folder.glob("cost-*.json")
+    table = json.loads(source.read_text())
+    table["key"] |= {name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()}
+    name = hashlib.sha256(json.dumps(table["key"], sort_keys=True).encode()).hexdigest()[:16]
+    into.mkdir(exist_ok=True)
+    (into / f"cost-{name}.json").write_text(json.dumps(table))
+    return into
