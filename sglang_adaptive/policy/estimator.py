@@ -25,6 +25,7 @@ _ENTROPY_LIMIT = 12.0
 # likeliest one. At first the drafter's own maximum is believed.
 _PRIOR_MEAN = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 _PRIOR_PRECISION = (4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0)
+_TIE = 32.0
 
 
 def features(max_probability: Floats, entropy: Floats, recent: Floats, temperature: Floats | None = None) -> Floats:
@@ -47,10 +48,14 @@ def features(max_probability: Floats, entropy: Floats, recent: Floats, temperatu
 
 
 class Estimator:
-    """Per-position logistic regression on ``features``; believes the drafter's maximum until enough is seen."""
+    """Per-position logistic regression on ``features``; believes the drafter's maximum until enough is seen.
+
+    A position leans on the one before it. The confidence head's ``Calibration`` does not: there each position is off in
+    its own way, while the meaning of a draft distribution hardly depends on where in the block it is.
+    """
 
     def __init__(self, gamma: int) -> None:
-        self._filter = LogisticFilter(gamma, np.array(_PRIOR_MEAN), np.array(_PRIOR_PRECISION))
+        self._filter = LogisticFilter(gamma, np.array(_PRIOR_MEAN), np.array(_PRIOR_PRECISION), tie=_TIE)
 
     @property
     def coefficients(self) -> Floats:

@@ -38,7 +38,9 @@ class LogisticFilter:
     said and the prior. Earlier samples are kept as the quadratic that their likelihood was near those weights
     (Laplace's approximation, e.g. MacKay 2003, ch. 27), and fade, so that about ``memory`` samples per position count.
     The prior, a Gaussian around ``prior_mean``, never fades and is never folded into what was learned: it counts once.
-    Until a position has ``min_samples`` it stays at the prior mean exactly.
+    Until a position has ``min_samples`` it stays at the prior mean exactly. With a ``tie`` above 0, the prior of every
+    position but the first is centred at the weights of the position before, and is ``tie`` times as precise: where
+    drafts are trimmed, deep positions are seen too rarely to learn alone.
 
     The cost is bounded: at most ``buffer_rows`` rows are kept between two updates, ``update_steps`` calls apart.
     """
@@ -49,6 +51,7 @@ class LogisticFilter:
         prior_mean: Floats,
         prior_precision: Floats,
         *,
+        tie: float = 0.0,
         min_samples: int = 64,
         memory: int = 20_000,
         buffer_rows: int = 2048,
@@ -58,6 +61,7 @@ class LogisticFilter:
         self.min_samples, self.memory, self.update_steps = min_samples, memory, update_steps
         self.prior_mean = np.asarray(prior_mean, np.float64)
         self.prior_precision = np.diag(np.asarray(prior_precision, np.float64))
+        self._tie = tie
         self.samples = np.zeros(positions, np.int64)
         self.version = 0
         self._mean = np.tile(self.prior_mean, (positions, 1))
@@ -75,11 +79,16 @@ class LogisticFilter:
     def weights(self) -> Floats:
         """[K, D] weights in force; ``version`` counts their changes."""
         ready = self.samples >= self.min_samples
-        return np.where(ready[:, None], self._mean, self.prior_mean)
+        if not self._tie:
+            return np.where(ready[:, None], self._mean, self.prior_mean)
+        weights = self._mean.copy()
+        for position in np.flatnonzero(~ready):
+            weights[position] = weights[position - 1] if position else self.prior_mean
+        return weights
 
     @property
     def curvature(self) -> Floats:
-        """[K, D, D] Hessian of what the weights minimise, at the weights."""
+        """[K, D, D] Hessian of what the weights minimise, at the weights; without ties."""
         return self._precision + self.prior_precision
 
     @property
@@ -134,16 +143,25 @@ class LogisticFilter:
     def _absorb(self, position: int, x: Floats, y: Floats) -> None:
         fade = max(0.0, 1.0 - y.size / self.memory)
         past, pull = fade * self._precision[position], fade * self._information[position]
+        tied = bool(self._tie) and position > 0
+        centre = self.weights[position - 1] if tied else self.prior_mean
+        prior = self._tie * self.prior_precision if tied else self.prior_precision
         weights = self._mean[position]
-        loss = self._loss(weights, past, pull, x, y)
+
+        def loss_at(weights: Floats) -> float:
+            z, away = x @ weights, weights - centre
+            earlier = 0.5 * weights @ past @ weights - pull @ weights
+            return float(np.logaddexp(0.0, z).sum() - y @ z + earlier + 0.5 * away @ prior @ away)
+
+        loss = loss_at(weights)
         for _ in range(_NEWTON_STEPS):
             gradient, hessian = _likelihood(weights, x, y)
-            gradient = gradient + past @ weights - pull + self.prior_precision @ (weights - self.prior_mean)
-            step = np.linalg.solve(hessian + past + self.prior_precision, gradient)
+            gradient = gradient + past @ weights - pull + prior @ (weights - centre)
+            step = np.linalg.solve(hessian + past + prior, gradient)
             damping = 1.0
             while damping > _LEAST_DAMPING:
                 trial = weights - damping * step
-                trial_loss = self._loss(trial, past, pull, x, y)
+                trial_loss = loss_at(trial)
                 if trial_loss <= loss:
                     break
                 damping /= 2.0
@@ -156,12 +174,6 @@ class LogisticFilter:
         self._mean[position] = weights
         self._precision[position] = past + hessian
         self._information[position] = pull + hessian @ weights - gradient
-
-    def _loss(self, weights: Floats, past: Floats, pull: Floats, x: Floats, y: Floats) -> float:
-        z = x @ weights
-        away = weights - self.prior_mean
-        earlier = 0.5 * weights @ past @ weights - pull @ weights
-        return float(np.logaddexp(0.0, z).sum() - y @ z + earlier + 0.5 * away @ self.prior_precision @ away)
 
     def to_dict(self) -> dict[str, Any]:
         """What was learned, as plain JSON values."""

@@ -135,3 +135,25 @@ def test_trimmed_drafts_are_no_rejections():
         history.observe(np.array([0, 1]), np.array([0, 0]), np.array([1, 3]), np.array([1, 3]))
     relative = history.relative(np.array([0, 1]), np.array([0, 0]))
     assert (relative >= 0).all(), "one verified and accepted is as good as three of three"
+
+
+def test_a_position_that_is_always_trimmed_leans_on_the_one_before():
+    estimator, random = Estimator(K), np.random.default_rng(6)
+    none = np.zeros(64)
+    for _ in range(300):
+        probability = random.beta(2, 1.5, (64, K))
+        truth = sigmoid(0.5 * logit(probability) - 1.0)
+        accepted = np.logical_and.accumulate(random.random(truth.shape) < truth, axis=1).sum(axis=1)
+        verified = np.full(64, 1)
+        estimator.observe(features(probability, np.ones((64, K)), none), verified, np.minimum(accepted, verified))
+    probability = random.beta(2, 1.5, (64, K))
+    got = estimator.confidence(features(probability, np.ones((64, K)), none))
+    assert np.abs(got - sigmoid(0.5 * logit(probability) - 1.0)).max() < 0.05
+    # What it sees of a position itself counts for more in the end.
+    for _ in range(600):
+        probability = random.beta(2, 1.5, (64, K))
+        accepted = np.where(random.random(64) < 0.9, 3, 1)
+        estimator.observe(features(probability, np.ones((64, K)), none), np.full(64, K), accepted)
+    assert estimator.confidence(features(probability, np.ones((64, K)), none))[:, 1].mean() == pytest.approx(
+        0.9, abs=0.03
+    )
