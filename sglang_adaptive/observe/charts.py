@@ -105,7 +105,8 @@ def _by_load(s: Summary) -> Chart:
         "budget-load",
         "Verification budget by load",
         "The same by the number of requests in a step. Blue bars that shrink to the right are load-aware verification. "
-        "Bars of equal height mean that on this machine a verified token costs next to nothing at these loads.",
+        "Bars of equal height mean that a verified token costs next to nothing at these loads, or that there was no "
+        "cost table: the decisions below say which.",
         plot.svg(),
     )
 
@@ -157,7 +158,8 @@ def _cost(s: Summary) -> Chart | None:
                 for tokens, ms, count in zip(cost.tokens, cost.measured, cost.count, strict=True)
             ]
             plot.dots(cost.tokens, cost.measured, colour, f"measured, {name}", tips=tips)
-            plot.line(cost.tokens, cost.predicted, dark, f"predicted, {name}")
+            if np.isfinite(cost.predicted).any():
+                plot.line(cost.tokens, cost.predicted, dark, f"predicted, {name}")
     return Chart(
         "cost",
         "What a step costs: predicted and measured",

@@ -38,7 +38,7 @@ def _style() -> str:
 
 
 def _about(s: Summary, name: str) -> str:
-    known = [f"{key} {value}"[:_LONGEST] for key, value in list(s.meta.items())[:12]]
+    known = [f"{key} {value}"[:_LONGEST] for key, value in list(s.meta.items())[:12] if value != "None"]
     return " · ".join([name, f"K = {s.gamma}", *known])
 
 
