@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ from sglang_adaptive.benchmarks.simulator.tables import load_table
 from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.runtime.trace import read_trace
 
+VIEWS: dict[str, Callable[[Steps], Steps]] = {
+    "all": lambda steps: steps,
+    "greedy": lambda steps: steps.only(sampled=False),
+    "sampled": lambda steps: steps.only(sampled=True),
+    "mixed": lambda steps: steps.only(sampled=False).beside(steps.only(sampled=True)),
+}
 DRAWN = ("raw head", "online", "headless")
 _LEAST = 50
 _LEARNED = 2000
@@ -109,6 +115,12 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("traces", nargs="+", type=Path, help="files that the server option trace wrote")
     parser.add_argument("--judge", type=_steps, metavar="FROM:TO", help="judge these steps, learn from those before")
+    parser.add_argument(
+        "--only",
+        choices=VIEWS,
+        default="all",
+        help="only the greedy or the sampled requests, or both of them side by side in every step",
+    )
     parser.add_argument("--trim", metavar="TABLE", help="learn only from what the policy verifies under a cost table")
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--picture", type=Path, help="write reliability curves there (PNG)")
@@ -116,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
     cost = load_table(arguments.trim)[0] if arguments.trim else None
     results: dict[str, Any] = {}
     for path in arguments.traces:
-        steps = Steps.of(read_trace(path))
+        steps = VIEWS[arguments.only](Steps.of(read_trace(path)))
         judge = by_default(steps) if arguments.judge is None else slice(*arguments.judge.indices(len(steps)))
         results[path.name] = evaluate(steps, judge, cost)
         rows = sum(len(raw) for raw in steps.raw)

@@ -8,7 +8,7 @@ then learns from it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -74,6 +74,25 @@ class Steps:
             (position <= accepted[:, None]) & (position < verified[:, None])
             for verified, accepted in zip(self.verified, self.accepted, strict=True)
         ]
+
+    def only(self, sampled: bool) -> Steps:
+        """The sampled requests alone, or the greedy ones; steps without any are left out."""
+        rows = [(each > 0) == sampled for each in self.temperature]
+        kept = [n for n, mask in enumerate(rows) if mask.any()]
+        if not kept:
+            raise AdaptiveError(f"The trace has no {'sampled' if sampled else 'greedy'} requests: leave out --only.")
+        columns = (getattr(self, field.name) for field in fields(self)[1:-1])
+        parts = ([column[n][rows[n]] for n in kept] for column in columns)
+        return Steps(self.gamma, *parts, [self.kv_tokens[n] for n in kept])
+
+    def beside(self, other: Steps) -> Steps:
+        """One batch of both at every step, as long as both go on."""
+        count = min(len(self), len(other))
+        slots = 1 + int(max(each.max() for each in self.slots))
+        other = replace(other, slots=[each + slots for each in other.slots])
+        columns = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self)[1:-1])
+        parts = ([np.concatenate(pair) for pair in zip(*both, strict=False)] for both in columns)
+        return Steps(self.gamma, *parts, [a + b for a, b in zip(self.kv_tokens[:count], other.kv_tokens, strict=False)])
 
     def history(self) -> AcceptanceHistory:
         return AcceptanceHistory(int(max(slots.max() for slots in self.slots)) + 1)

@@ -68,6 +68,17 @@ def test_the_headless_estimator_is_scored_where_the_trace_has_its_features(tmp_p
     assert counts[0] + counts[1] == counts[2] and min(counts) > 500
 
 
+def test_greedy_and_sampled_requests_can_be_told_apart_and_put_together(tmp_path):
+    whole = steps(tmp_path, count=20, features=True)
+    greedy, sampled, mixed = (calibration.VIEWS[name](whole) for name in ("greedy", "sampled", "mixed"))
+    assert {len(each) for of in (greedy, sampled) for each in of.raw} == {8} and len(greedy) == len(mixed) == 20
+    assert all((each == 0).all() for each in greedy.temperature)
+    assert all((each > 0).all() for each in sampled.temperature)
+    assert all(len(set(each)) == 16 for each in mixed.slots)
+    for each, first, second in zip(mixed.raw, greedy.raw, sampled.raw, strict=True):
+        np.testing.assert_array_equal(each, np.concatenate([first, second]))
+
+
 def test_what_is_judged_can_be_chosen(tmp_path):
     whole = steps(tmp_path)
     late = calibration.evaluate(whole, slice(100, 120))
