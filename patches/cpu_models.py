@@ -20,8 +20,8 @@ def _forget_heads(model_config: Any, *args: Any, **kwargs: Any) -> None:
 PATCHES = [
     Patch(
         target="sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
-        why="On a CPU it notes the number of heads even where it pads none. Qwen2's layers then take hidden size by heads "
-        "for the size of a head, also where the checkpoint states another, and drop the rows beyond silently.",
+        why="On a CPU it notes the number of heads even where it pads none. Qwen2's layers then take hidden size by "
+        "heads for the size of a head, also where the checkpoint states another, and drop the rows beyond silently.",
         remove_when="the host notes the number only where it changes it.",
         depends=("sglang.srt.models.qwen2.Qwen2DecoderLayer",),
         hook=_forget_heads,
