@@ -32,7 +32,8 @@ def router(workers: list[str], log: Path) -> Iterator[Client]:
         try:
             client = Client(f"http://127.0.0.1:{port}", timeout_seconds=120)
             deadline = time.monotonic() + 120
-            while not client.healthy():
+            # It answers as soon as it knows one worker.
+            while not (client.healthy() and _healthy_workers(client) == len(workers)):
                 assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
                 time.sleep(0.5)
             yield client
@@ -41,11 +42,16 @@ def router(workers: list[str], log: Path) -> Iterator[Client]:
             process.wait(30)
 
 
+def _healthy_workers(client: Client) -> int:
+    return sum(worker["is_healthy"] for worker in client.get("/workers").json()["workers"])
+
+
 def ids(client: Client, prompts: list[str]) -> list[list[int]]:
     answers = client.generate(prompts, TOKENS, temperature=0.0, ignore_eos=True)
     return [answer["output_ids"] for answer in answers]
 
 
+@pytest.mark.pending
 def test_two_engines_behind_the_router(adaptive_server, tiny_pair, dear_costs, log_dir, expected_ids, tmp_path):
     target, draft = tiny_pair
     environment = costs.environment(dear_costs)

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-REGISTRATION = {"sglang_adaptive", "sglang_adaptive.plugin", "sglang_adaptive.activation", "sglang_adaptive.errors"}
+NAMES = ("plugin", "activation", "family", "errors")
+REGISTRATION = {"sglang_adaptive", *(f"sglang_adaptive.{name}" for name in NAMES)}
 
 PROBE = """
 import json, os, sys

@@ -75,9 +75,19 @@ def starts(out: Path, arm: str) -> int:
     return (out / "logs" / f"{arm}.log").read_text().count("$ ")
 
 
-def no_server_is_left() -> bool:
+def no_server_is_left(patience_s: float = 20.0) -> bool:
+    """A killed process takes a moment to go, on a busy machine a longer one."""
+    deadline = time.monotonic() + patience_s
+    while _a_server_runs():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _a_server_runs() -> bool:
     running = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True, check=True).stdout
-    return not any(
+    return any(
         fake_server.__file__ in line and str(os.getpid()) not in line and not line.startswith("Z")
         for line in running.splitlines()
     )

@@ -113,6 +113,6 @@ def test_the_summary_shows_the_worst_cell_and_the_geometric_mean():
 def test_sizing_is_timed_after_the_engine_has_learned(capsys, monkeypatch):
     monkeypatch.setattr(sizing, "CASES", ((8, 3),))
     assert sizing.main(["--calls", "20"]) == 0
-    assert "| 8 x 3 | CPU time of the thread |" in capsys.readouterr().out
+    assert "| 8 x 3 | sizing, thread CPU time |" in capsys.readouterr().out
     made = sizing.engine(8, 3)
     assert made.cost.is_informative and made.cost.kv_points.size == 16
