@@ -94,7 +94,7 @@ class StepPlanner:
             extra=trace_features.width(self.gamma) if self.traces(options) or estimate is not None else 0,
         )
         if self.traces(options):
-            self._trace = TraceRecorder(options.trace, self.gamma, meta=describe(self.model_runner.server_args))
+            self._trace = TraceRecorder(options.trace, self.gamma, meta=describe(self.model_runner))
         self._ones = torch.ones(max_requests, dtype=torch.int32, device=self.device)
         self._log_every = options.log_decisions == "every"
         if options.priority_weight > 0:

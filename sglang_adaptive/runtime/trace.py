@@ -165,11 +165,17 @@ class _Entry:
     generations: np.ndarray
 
 
-def describe(server_args: Any) -> dict[str, str]:
-    """What a trace's ``meta`` says of a server: names, never whole paths."""
-    models = {"model": server_args.model_path, "draft": server_args.speculative_draft_model_path}
+def describe(model_runner: Any) -> dict[str, str]:
+    """What a trace's ``meta`` says of the server of a host's model runner: names, never whole paths."""
+    arguments = model_runner.server_args
+    models = {"model": arguments.model_path, "draft": arguments.speculative_draft_model_path}
     names = {name: Path(str(path)).name for name, path in models.items()}
-    return {"sglang_adaptive": __version__, **names, "device": str(server_args.device), "dtype": str(server_args.dtype)}
+    return {
+        "sglang_adaptive": __version__,
+        **names,
+        "device": str(model_runner.device),
+        "dtype": str(model_runner.dtype).removeprefix("torch."),
+    }
 
 
 def _create(path: Path) -> BinaryIO:

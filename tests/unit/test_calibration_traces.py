@@ -198,8 +198,6 @@ def test_extra_columns_travel_with_the_step():
 
 
 def test_a_trace_names_the_server_without_its_paths():
-    arguments = SimpleNamespace(
-        model_path="/somewhere/target", speculative_draft_model_path="a/draft", device="cpu", dtype="float32"
-    )
-    found = describe(arguments)
-    assert (found["model"], found["draft"], found["dtype"]) == ("target", "draft", "float32")
+    arguments = SimpleNamespace(model_path="/somewhere/target", speculative_draft_model_path="a/draft")
+    found = describe(SimpleNamespace(server_args=arguments, device="cpu", dtype=torch.float32))
+    assert (found["model"], found["draft"], found["device"], found["dtype"]) == ("target", "draft", "cpu", "float32")
