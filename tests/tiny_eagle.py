@@ -41,7 +41,6 @@ EAGLE_CONFIG = {
 MTP_TARGET_CONFIG = {
     **TARGET_CONFIG,
     "architectures": ["MiMoForCausalLM"],
-    "model_type": "qwen2",
     "num_nextn_predict_layers": 1,
 }
 

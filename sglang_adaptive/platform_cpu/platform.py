@@ -69,6 +69,10 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
+        from sglang_adaptive.patches import cpu_models
+
+        registry.apply(cpu_models.PATCHES)
+
         @register_attention_backend(ATTENTION_BACKEND)
         def create(model_runner):
             from sglang_adaptive.platform_cpu.attention import AdaptiveCpuAttention

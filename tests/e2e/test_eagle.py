@@ -159,7 +159,6 @@ def test_two_ranks_agree(tiny_eagle3_pair, tmp_path, log_dir, expected_ids):
     assert state["decisions"]["trimmed"] > 0
 
 
-@pytest.mark.pending
 def test_a_target_with_an_mtp_layer_of_its_own_without_overlap(tiny_mtp_target, tmp_path, log_dir, expected_ids):
     dear(tmp_path, tiny_mtp_target, *MTP, log_dir=log_dir)
     arguments = (*MTP, "--disable-overlap-schedule")
