@@ -40,11 +40,19 @@ def penalised() -> list[dict]:
     return [request(prompt, 52 + 3 * i, **kinds[i % 5]) for i, prompt in enumerate(prompts)]
 
 
+# Prompts end so far from the end of the tiny target's context; the host admits none that ends nearer than six tokens.
+ROOM = (7, 8, 9, 40)
+
+
 def up_to_the_context_length() -> list[dict]:
-    """Requests whose last token fills the context of the tiny target exactly."""
-    lengths = (1, 7, 8, 40)
-    texts = [language.text(random.Random(new), language.EASY, tiny_draft.CONTEXT_LENGTH - new) for new in lengths]
-    return [request(text, new) for text, new in zip(texts, lengths, strict=True)]
+    """Requests that ask for more than fits into the context of the tiny target: it ends them where it is full."""
+    texts = [language.text(random.Random(room), language.EASY, tiny_draft.CONTEXT_LENGTH - room) for room in ROOM]
+    return [request(text, room + 8) for text, room in zip(texts, ROOM, strict=True)]
+
+
+def left_of_the_context(found: Sequence[tuple[list[int], str, Any]]) -> list[int]:
+    """Tokens of the context that the answers to :func:`up_to_the_context_length` left free."""
+    return [room - len(ids) for room, (ids, _, _) in zip(ROOM, found, strict=True)]
 
 
 def answers(server: Server, bodies: Sequence[dict[str, Any]]) -> list[Any]:

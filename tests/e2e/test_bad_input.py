@@ -44,7 +44,8 @@ def test_a_folder_that_is_no_checkpoint(tiny_pair, tmp_path, log_dir):
 
 
 def test_a_draft_of_no_known_family(tiny_pair, log_dir):
-    assert "no DSpark draft" in refused(tiny_pair[0], *speculative(tiny_pair[0]), log_dir=log_dir)
+    line = refused(tiny_pair[0], *speculative(tiny_pair[0]), log_dir=log_dir)
+    assert "no Markov head" in line and "nor an EAGLE, EAGLE3 or MTP draft" in line
 
 
 def test_an_unknown_value_of_an_option(tiny_pair, log_dir):

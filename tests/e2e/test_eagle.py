@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import tiny_language as language
 from conftest import PROMPTS, TOKENS
+from features import outputs, penalised
 from scipy.stats import chi2_contingency
 from server import Server, failed_start, speculative
 
 from sglang_adaptive import ALGORITHM
+from sglang_adaptive.launch.client import RequestFailed
 
 pytestmark = pytest.mark.e2e
 
@@ -180,3 +182,10 @@ def test_trees_and_uneven_chains_are_refused_in_one_sentence(tiny_eagle3_pair, l
         assert status != 0
         last = output.strip().splitlines()[-1]
         assert last.startswith("sglang_adaptive:") and word in last
+
+
+def test_penalties_are_exact_and_min_p_is_refused(eagle_server: Server, exact_plain_server: Server):
+    assert outputs(eagle_server, penalised()) == outputs(exact_plain_server, penalised())
+    with pytest.raises(RequestFailed, match=r"400: .*drop min_p from the request"):
+        eagle_server.generate(PROMPTS[:1], 8, temperature=1.0, min_p=0.1)
+    assert eagle_server.greedy_ids(PROMPTS[:1], 8) == exact_plain_server.greedy_ids(PROMPTS[:1], 8)

@@ -13,7 +13,7 @@ import tiny_language as language
 from conftest import PROMPTS, TOKENS
 from server import Server, failed_start, speculative
 
-pytestmark = [pytest.mark.e2e, pytest.mark.pending]
+pytestmark = pytest.mark.e2e
 
 CHAIN = ("--speculative-eagle-topk", "1", "--speculative-num-steps", "4", "--speculative-num-draft-tokens", "5")
 REGEX = "(h[0-9]{1,2}|e1[0-9]{0,2}){30}"

@@ -51,7 +51,6 @@ def ids(client: Client, prompts: list[str]) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
 
-@pytest.mark.pending
 def test_two_engines_behind_the_router(adaptive_server, tiny_pair, dear_costs, log_dir, expected_ids, tmp_path):
     target, draft = tiny_pair
     environment = costs.environment(dear_costs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import requests
 import tiny_language as language
 from conftest import PROMPTS, TOKENS
+from features import outputs, penalised
 from scipy.stats import chi2_contingency
 from server import Server, speculative
 
@@ -56,16 +58,19 @@ def test_easy_requests_get_more_of_the_budget_than_hard_ones(adaptive_server: Se
 
 
 @pytest.mark.parametrize("extra", [("--disable-overlap-schedule",), ("--page-size", "64")], ids=["sync", "page64"])
-def test_greedy_output_is_equal_in_other_modes(tiny_pair, dear_costs, log_dir, expected_ids, extra):
+def test_greedy_output_is_equal_in_other_modes(tiny_pair, dear_costs, log_dir, expected_ids, exact_plain_server, extra):
     target, draft = tiny_pair
     environment = costs.environment(dear_costs)
     with Server(target, *speculative(draft), *extra, log_dir=log_dir, environment=environment) as server:
         assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
+        assert outputs(server, penalised()) == outputs(exact_plain_server, penalised())
         state = server.adaptive_state()
     assert state["decisions"]["trimmed"] > 0 and state["accept_length"] > 1.2
 
 
-def test_steps_without_a_draft_change_nothing_either(tiny_pair, dear_costs, tmp_path, log_dir, expected_ids):
+def test_steps_without_a_draft_change_nothing_either(
+    tiny_pair, dear_costs, tmp_path, log_dir, expected_ids, exact_plain_server
+):
     """Drafting is made hopeless: the server stops drafting, and probes now and then whether it pays again."""
     target, draft = tiny_pair
     for table in dear_costs.glob("cost-*.json"):
@@ -75,6 +80,7 @@ def test_steps_without_a_draft_change_nothing_either(tiny_pair, dear_costs, tmp_
     with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
         assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
         assert server.greedy_ids(PROMPTS[:3], 2 * TOKENS)
+        assert outputs(server, penalised()) == outputs(exact_plain_server, penalised())
         decisions = server.adaptive_state()["decisions"]
         free = server.free_kv_tokens()
         server.client.flush_cache()
@@ -160,8 +166,23 @@ def test_retracted_requests_finish_with_the_right_output(tiny_pair, dear_costs, 
         assert server.free_kv_tokens() == free
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["cat", "dog", "hen"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["animal", "legs"],
+    "additionalProperties": False,
+}
+
+
 def test_the_real_pair(smollm2_pair, log_dir, tmp_path):
+    """Chats, and an answer that has to follow a JSON schema."""
     target, draft = smollm2_pair
+    structured = {"response_format": {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}}
+
+    def answers(server: Server) -> list[str]:
+        found = server.chat(questions, 64) + server.chat(["Describe a cat as JSON."], 48, **structured)
+        return [answer["choices"][0]["message"]["content"] for answer in found]
+
     questions = ["List five animals.", "Why is the sky blue?", "How do I boil an egg?", "Write a poem about the sea."]
     common = ["--max-running-requests", "8", "--max-total-tokens", "4096"]
     # Whether drafting pays depends on the machine; here it drafts, and trims only where much is to be gained.
@@ -172,11 +193,12 @@ def test_the_real_pair(smollm2_pair, log_dir, tmp_path):
         "SGLANG_ADAPTIVE_MIN_GAIN": "0.3",
     }
     with Server(target, *common, log_dir=log_dir) as server:
-        plain = [answer["choices"][0]["message"]["content"] for answer in server.chat(questions, 64)]
+        plain = answers(server)
     with Server(target, *speculative(draft), *common, log_dir=log_dir, environment=environment) as server:
-        ours = [answer["choices"][0]["message"]["content"] for answer in server.chat(questions, 64)]
+        ours = answers(server)
         state = server.adaptive_state()
     assert ours == plain
+    assert set(json.loads(ours[-1])) == {"animal", "legs"}
     assert state["accept_length"] > 1.5
 
 
