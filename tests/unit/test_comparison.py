@@ -45,8 +45,22 @@ def test_a_text_that_goes_on_is_told():
 
 
 def test_since_takes_differences_of_counters_only():
-    before = {"steps": 3, "accepted": [1, 2], "decisions": {"trimmed": 1}, "active": True, "cost": {"ms": [[1.0]]}}
-    after = {"steps": 8, "accepted": [4, 2], "decisions": {"trimmed": 5}, "active": True, "cost": {"ms": [[2.0]]}}
+    before = {
+        "steps": 3,
+        "accepted": [1, 2],
+        "decisions": {"trimmed": 1},
+        "active": True,
+        "cost": {"ms": [[1.0]]},
+        "bias": [None],
+    }
+    after = {
+        "steps": 8,
+        "accepted": [4, 2],
+        "decisions": {"trimmed": 5},
+        "active": True,
+        "cost": {"ms": [[2.0]]},
+        "bias": [0.1],
+    }
     assert comparison.since(before, after) == {
         "steps": 5,
         "accepted": [3, 0],
