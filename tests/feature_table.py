@@ -44,7 +44,7 @@ ROWS = (
         "`--disable-overlap-schedule` is given)",
         (
             f"{_FEATURES}test_penalties_are_exact_at_every_position",
-            f"{_ODD}test_penalties_in_mixed_steps_and_over_retractions",
+            f"{_ODD}test_penalties_in_mixed_steps",
             f"{_FEATURES}test_end_of_text_and_its_postponement",
             "tests/unit/test_penalties.py::test_every_position_sees_the_tokens_before_it",
         ),
@@ -83,10 +83,7 @@ ROWS = (
     Row(
         "Retraction",
         EQUAL,
-        (
-            f"{_SERVING}test_retracted_requests_finish_with_the_right_output",
-            f"{_ODD}test_penalties_in_mixed_steps_and_over_retractions",
-        ),
+        (f"{_SERVING}test_retracted_requests_finish_with_the_right_output",),
     ),
     Row(
         "`--page-size` 1 and 64, up to the context length",

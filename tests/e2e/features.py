@@ -45,9 +45,9 @@ ROOM = (7, 8, 9, 40)
 
 
 def up_to_the_context_length() -> list[dict]:
-    """Requests that ask for more than fits into the context of the tiny target: it ends them where it is full."""
+    """Requests that ask for all that fits into the context of the tiny target; the host keeps two tokens of it free."""
     texts = [language.text(random.Random(room), language.EASY, tiny_draft.CONTEXT_LENGTH - room) for room in ROOM]
-    return [request(text, room + 8) for text, room in zip(texts, ROOM, strict=True)]
+    return [request(text, room) for text, room in zip(texts, ROOM, strict=True)]
 
 
 def left_of_the_context(found: Sequence[tuple[list[int], str, Any]]) -> list[int]:
