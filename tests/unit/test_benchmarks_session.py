@@ -132,7 +132,6 @@ def test_greedy_tokens_are_compared_with_the_arm_before_and_resumed(tmp_path, ca
         equality.pairs(config.read(written(tmp_path, [arms[1], arms[0]])))
 
 
-@pytest.mark.pending
 def test_step_times_of_servers_that_it_starts(tmp_path, capsys):
     path = written(tmp_path, ARMS)
     out = tmp_path / "steptime.json"
