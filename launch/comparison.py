@@ -71,15 +71,11 @@ def judge(text: str, reference: str, steps: Sequence[dict[str, Any]], tie_nats: 
 
 def since(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """The change of every counter: numbers and lists of numbers. What is no number before and after is left out."""
-
-    def numbers(values: list[Any]) -> bool:
-        return all(isinstance(each, int | float) for each in values)
-
     change: dict[str, Any] = {}
     for name, value in after.items():
         old = before.get(name)
         if isinstance(value, list) and isinstance(old, list) and len(value) == len(old):
-            if numbers(value) and numbers(old):
+            if all(isinstance(each, int | float) for each in [*value, *old]):
                 change[name] = [new - was for new, was in zip(value, old, strict=True)]
         elif isinstance(value, dict) and isinstance(old, dict):
             change[name] = since(old, value)

@@ -104,6 +104,7 @@ ROWS = (
         (
             f"{_ODD}test_priorities_change_no_output",
             "tests/unit/test_planner.py::test_a_higher_priority_weighs_more_and_none_weighs_one",
+            "tests/unit/policy/test_policy_allocation.py::test_weights_serve_priority_first_and_bad_weights_count_as_one",
         ),
     ),
     Row(

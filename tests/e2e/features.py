@@ -40,7 +40,7 @@ def penalised() -> list[dict]:
     return [request(prompt, 52 + 3 * i, **kinds[i % 5]) for i, prompt in enumerate(prompts)]
 
 
-# Prompts end so far from the end of the tiny target's context; the host admits none that ends nearer than six tokens.
+# Prompts end so far from the end of the tiny target's context; the host admits none that ends nearer than seven tokens.
 ROOM = (7, 8, 9, 40)
 
 

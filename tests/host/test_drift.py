@@ -20,6 +20,7 @@ AGAIN = "record it with python -m sglang_adaptive.guard record, and look at the 
 
 def test_the_host_is_the_recorded_one():
     fingerprints.require()
+    assert fingerprints.check() == []
 
 
 def test_what_is_recorded_is_what_the_plugin_touches():
