@@ -58,6 +58,12 @@ def tiny_eagle3_pair(request: pytest.FixtureRequest) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
+def tiny_eagle_pair(request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """Folders of the tiny target and an EAGLE draft of it; the first use trains it."""
+    return tiny_eagle.tiny_eagle_pair(Path(request.config.cache.mkdir("sglang_adaptive")))
+
+
+@pytest.fixture(scope="session")
 def tiny_mtp_target(request: pytest.FixtureRequest) -> Path:
     """Folder of a target that says what the tiny one says, and carries an MTP layer; the first use trains it."""
     return tiny_eagle.tiny_mtp_target(Path(request.config.cache.mkdir("sglang_adaptive")))

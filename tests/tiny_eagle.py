@@ -1,8 +1,8 @@
-"""Drafts of the EAGLE kind for the tiny target: an EAGLE3 draft, and the same target with one MTP layer of its own.
+"""Drafts of the EAGLE kind for the tiny target: EAGLE, EAGLE3, and the same target with one MTP layer of its own.
 
-Usage: ``python tests/tiny_eagle.py CACHE_DIR`` trains both, or finds them there, and prints the folders.
+Usage: ``python tests/tiny_eagle.py CACHE_DIR`` trains them, or finds them there, and prints the folders.
 
-Both follow SGLang's layout. Row ``t`` of a draft knows token ``t + 1`` and a hidden state: the target's of position
+All follow SGLang's layout. Row ``t`` of a draft knows token ``t + 1`` and a hidden state: the target's of position
 ``t`` or, on later steps of a draft, the draft's own of the step before. It predicts token ``t + 2``.
 """
 
@@ -28,15 +28,21 @@ from tiny_pair import LENGTH
 from torch import nn
 
 UNROLL, FADE = 4, 0.9  # draft steps trained on end, and the weight of each against the one before
-BATCH, EAGLE_STEPS, MTP_STEPS = 8, 110, 50
+BATCH, EAGLE3_STEPS, MTP_STEPS, EAGLE_STEPS = 8, 110, 50, 80
 # An EAGLE3 draft has a vocabulary of its own; it lacks the rare words, here those that no text needs.
 DRAFT_WORDS = [word for word in range(language.VOCAB) if word not in (language.UNK, language.BOS, language.MASK)]
-EAGLE_CONFIG = {
+EAGLE3_CONFIG = {
     **SHARED_CONFIG,
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
     "num_hidden_layers": 1,
     "draft_vocab_size": len(DRAFT_WORDS),
+}
+EAGLE_CONFIG = {
+    **SHARED_CONFIG,
+    "architectures": ["LlamaForCausalLMEagle"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
 }
 MTP_TARGET_CONFIG = {
     **TARGET_CONFIG,
@@ -138,6 +144,27 @@ class Mtp(nn.Module):
         return self._head[0](out), out
 
 
+class Eagle(nn.Module):
+    """Parameters are named as EAGLE checkpoints name them; embedding and head are the target's.
+
+    Its layer has no norm before attention, and the head reads the layer's output as it is: the draft's hidden states
+    stand for the target's normed ones.
+    """
+
+    words = torch.arange(language.VOCAB)
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2 * HIDDEN, HIDDEN)
+        self.layers = nn.ModuleList([Block(HIDDEN, bias=False)])
+        self._head = [head]  # in a list: no parameter of this module
+
+    def forward(self, embeds, hidden, step: int, cache: list):
+        rows = self.fc(torch.cat([embeds, hidden], dim=-1))
+        out = self.layers[0](rows, rows, step, cache)
+        return self._head[0](out), out
+
+
 # ------------------------------------------------------------------------------------------------------------ training
 @torch.no_grad()
 def _look(target, ids):
@@ -223,12 +250,19 @@ def _load_target(folder: Path):
 
 def _make_eagle3(folder: Path, target_folder: Path) -> None:
     begin, target = time.monotonic(), _load_target(target_folder)
-    draft = _train(Eagle3(), target, 0, EAGLE_STEPS, 3, begin, "EAGLE3 draft")
+    draft = _train(Eagle3(), target, 0, EAGLE3_STEPS, 3, begin, "EAGLE3 draft")
     _check(target, draft, 0, begin, "EAGLE3 draft")
     offsets = draft.words - torch.arange(len(DRAFT_WORDS))
     known = torch.zeros(language.VOCAB, dtype=torch.bool)
     known[draft.words] = True
-    pair._save(folder, EAGLE_CONFIG, {**draft.state_dict(), "d2t": offsets, "t2d": known})
+    pair._save(folder, EAGLE3_CONFIG, {**draft.state_dict(), "d2t": offsets, "t2d": known})
+
+
+def _make_eagle(folder: Path, target_folder: Path) -> None:
+    begin, target = time.monotonic(), _load_target(target_folder)
+    draft = _train(Eagle(target.lm_head), target, 1, EAGLE_STEPS, 5, begin, "EAGLE draft")
+    _check(target, draft, 1, begin, "EAGLE draft")
+    pair._save(folder, EAGLE_CONFIG, draft.state_dict())
 
 
 def _make_mtp(folder: Path, target_folder: Path) -> None:
@@ -270,6 +304,11 @@ def tiny_eagle3_pair(cache_dir: Path) -> tuple[Path, Path]:
     return pair.tiny_pair(cache_dir)[0], _cached(cache_dir, "tiny-eagle3", _make_eagle3)
 
 
+def tiny_eagle_pair(cache_dir: Path) -> tuple[Path, Path]:
+    """Folders of the tiny target and its EAGLE draft; trained once for each state of these scripts."""
+    return pair.tiny_pair(cache_dir)[0], _cached(cache_dir, "tiny-eagle", _make_eagle)
+
+
 def tiny_mtp_target(cache_dir: Path) -> Path:
     """Folder of a target that says what the tiny one says, and carries an MTP layer."""
     return _cached(cache_dir, "tiny-mtp", _make_mtp)
@@ -278,4 +317,5 @@ def tiny_mtp_target(cache_dir: Path) -> Path:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    print(*tiny_eagle3_pair(Path(sys.argv[1])), tiny_mtp_target(Path(sys.argv[1])), sep="\n")
+    cache = Path(sys.argv[1])
+    print(*tiny_eagle3_pair(cache), tiny_eagle_pair(cache)[1], tiny_mtp_target(cache), sep="\n")

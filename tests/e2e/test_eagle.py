@@ -1,4 +1,4 @@
-"""DSPARK_ADAPTIVE with EAGLE3 and MTP drafts: the plain server's output while it trims, and while it does not draft."""
+"""DSPARK_ADAPTIVE with EAGLE, EAGLE3 and MTP drafts: the plain server's output while it trims, and while it does not draft."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_language as language
 from conftest import PROMPTS, TOKENS
-from features import outputs, penalised
+from features import borrow_costs, outputs, penalised
 from scipy.stats import chi2_contingency
 from server import Server, failed_start, speculative
 
@@ -159,6 +159,22 @@ def test_two_ranks_agree(tiny_eagle3_pair, tmp_path, log_dir, expected_ids):
     assert ids == expected_ids[:12]
     assert [rank["rank"] for rank in state["ranks"]] == [0, 1]
     assert state["decisions"]["trimmed"] > 0
+
+
+def test_an_eagle_draft(tiny_eagle_pair, eagle_costs, tmp_path, log_dir, expected_ids):
+    """Nothing but the algorithm and the draft is given; costs are those of the EAGLE3 draft."""
+    target, draft = tiny_eagle_pair
+    environment = costs.environment(borrow_costs(eagle_costs, tmp_path, family="EAGLE", draft=str(draft)))
+    with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
+        assert "step costs read from" in server.log_text()
+        assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
+        state, info = server.adaptive_state(), server.server_info()
+    assert state["family"] == "EAGLE" and info["speculative_num_steps"] == 5
+    assert info["disable_overlap_schedule"] is False
+    assert state["decisions"]["trimmed"] > 0
+    assert state["requests"] < state["verify_tokens"] < state["requests"] * 6, "nothing was trimmed, or everything was"
+    # The later drafts of a chain follow from the draft's own hidden states.
+    assert state["accept_length"] > 1.2 and state["accepted_per_position"][-1] > 0
 
 
 def test_a_target_with_an_mtp_layer_of_its_own_without_overlap(tiny_mtp_target, tmp_path, log_dir, expected_ids):
