@@ -1,4 +1,4 @@
-"""DSPARK_ADAPTIVE with EAGLE, EAGLE3 and MTP drafts: the plain server's output while it trims, and while it does not draft."""
+"""DSPARK_ADAPTIVE with EAGLE, EAGLE3 and MTP drafts: the output without speculation, trimming or not drafting."""
 
 from __future__ import annotations
 
