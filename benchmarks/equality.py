@@ -13,6 +13,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,15 +134,20 @@ def main(argv: Sequence[str]) -> int:
     answers = json.loads(path.read_text()) if path.exists() else {}
     source = prompts.make(sweep.prompts, arguments.config.parent)
     fields = [source.request(index, 0) for index in range(arguments.prompts)]
-    for arm in sweep.arms:
-        if arm.name in answers:
-            continue
+    missing = [arm for arm in sweep.arms if arm.name not in answers]
+    for first in range(0, len(missing), sweep.resident):
+        group = missing[first : first + sweep.resident]
         if time.monotonic() - began + sweep.start_estimate > 60 * arguments.stop_after:
             print(table(sweep, answers))
             return INCOMPLETE
-        answers[arm.name] = _answers(sweep, arm, fields, arguments.tokens, arguments.out)
-        path.write_text(json.dumps(answers))
-        outcome = answers[arm.name].get("failed", "answered").splitlines()[0]
-        print(f"[{time.monotonic() - began:5.0f} s] {arm.name}: {outcome}", flush=True)
+        with ThreadPoolExecutor(len(group)) as pool:
+            # A server dies with the thread that started it, so one thread sees it through.
+            jobs = {pool.submit(_answers, sweep, arm, fields, arguments.tokens, arguments.out): arm for arm in group}
+            for job in as_completed(jobs):
+                name = jobs[job].name
+                answers[name] = job.result()
+                path.write_text(json.dumps(answers))
+                outcome = answers[name].get("failed", "answered").splitlines()[0]
+                print(f"[{time.monotonic() - began:5.0f} s] {name}: {outcome}", flush=True)
     print(table(sweep, answers))
     return 0

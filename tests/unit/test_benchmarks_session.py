@@ -115,7 +115,7 @@ def test_greedy_tokens_are_compared_with_the_arm_before_and_resumed(tmp_path, ca
         {"name": "odd", "role": "ours", "args": ["--adaptive", "--odd", "2"]},
         {"name": "dead", "role": "ours", "args": ["--refuse", "no such backend"]},
     ]
-    path = written(tmp_path, arms)
+    path = written(tmp_path, arms, resident=3)
     command = ["--config", str(path), "--out", str(tmp_path / "out"), "--prompts", "12", "--tokens", "9"]
     assert equality.main([*command, "--stop-after", "0"]) == equality.INCOMPLETE
     assert equality.main(command) == 0
