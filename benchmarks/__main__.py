@@ -18,6 +18,7 @@ COMMANDS = {
     "simulate": "compare policies on cost tables, without the hardware",
     "fleet": "requests per second that a fleet carries within a latency promise (simulated)",
     "calibration": "score the confidences of recorded traces",
+    "train_eagle3": "train an EAGLE3 draft of a small target, by the target alone",
     "shapes": "write configurations of realistic targets, for dummy weights",
     "sizing": "time the sizing of a step on this CPU",
     "trace_syncs": "count synchronising calls per step in a profiler trace",
