@@ -103,6 +103,11 @@ RELIED_ON: tuple[str, ...] = (
     # The graphs that serve ragged rows.
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.ragged_verify_compact_graphs_enabled",
+    # A second attention backend and second graphs, as the host's own adaptive EAGLE makes them.
+    "sglang.srt.model_executor.model_runner.ModelRunner._get_attention_backend",
+    "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.__init__",
+    "sglang.srt.layers.attention.triton_backend.TritonAttnBackend.__init__",
+    "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.__init__",
     # What a platform provides.
     "sglang.srt.platforms._resolve_platform",
     "sglang.srt.platforms.interface.SRTPlatform",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_adaptive.policy.gather import Gather
 from sglang_adaptive.policy.logistic import LOGIT_LIMIT, LogisticFilter, logit
 from sglang_adaptive.policy.survival import bounds
 
@@ -27,6 +28,7 @@ class Calibration:
 
     def __init__(self, gamma: int) -> None:
         self._filter = LogisticFilter(gamma, np.array([0.0, 1.0]), np.array(_PRIOR_PRECISION))
+        self._gather = Gather()
         self._version = -1
         self._refresh()
 
@@ -70,14 +72,21 @@ class Calibration:
         return np.where((confidence >= 0.0) & (confidence <= 1.0), calibrated, confidence)
 
     def observe(self, confidence: Floats, verified: Ints, accepted: Ints) -> None:
-        """Learn from one step: raw ``confidence`` [R, K], drafts ``verified`` [R] and of those ``accepted`` [R]."""
+        """Learn from one step: raw ``confidence`` [R, K], drafts ``verified`` [R] and of those ``accepted`` [R].
+
+        Steps of few requests wait for each other.
+        """
+        together = self._gather.add(confidence, verified, accepted)
+        if together is None:
+            return
+        steps, (confidence, verified, accepted) = together
         if self._filter.has_room:
             raw = np.asarray(confidence, np.float64)
             inside = (raw >= 0.0) & (raw <= 1.0)
             odds = logit(np.where(inside, raw, np.nan))
-            self._filter.observe(np.stack([np.ones_like(odds), odds], axis=2), verified, accepted)
+            self._filter.observe(np.stack([np.ones_like(odds), odds], axis=2), verified, accepted, steps)
         else:
-            self._filter.observe_nothing()
+            self._filter.observe_nothing(steps)
         # Now, so that the sizing of the next step does not pay for it.
         self._refresh()
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sglang_adaptive.policy.gather import Gather
 from sglang_adaptive.policy.logistic import LOGIT_LIMIT, LogisticFilter, logit, sigmoid
 
 Floats = NDArray[np.float64]
@@ -56,6 +57,7 @@ class Estimator:
 
     def __init__(self, gamma: int) -> None:
         self._filter = LogisticFilter(gamma, np.array(_PRIOR_MEAN), np.array(_PRIOR_PRECISION), tie=_TIE)
+        self._gather = Gather()
 
     @property
     def coefficients(self) -> Floats:
@@ -72,8 +74,14 @@ class Estimator:
         return sigmoid(np.einsum("rkd,kd->rk", seen, self._filter.weights))
 
     def observe(self, seen: Floats, verified: Ints, accepted: Ints) -> None:
-        """Learn from one step: ``features`` [R, K, 8], drafts ``verified`` [R] and of those ``accepted`` [R]."""
-        self._filter.observe(seen, verified, accepted)
+        """Learn from one step: ``features`` [R, K, 8], drafts ``verified`` [R] and of those ``accepted`` [R].
+
+        Steps of few requests wait for each other.
+        """
+        together = self._gather.add(seen, verified, accepted)
+        if together is not None:
+            steps, (seen, verified, accepted) = together
+            self._filter.observe(seen, verified, accepted, steps)
 
     def to_dict(self) -> dict[str, Any]:
         """What was learned, as plain JSON values."""

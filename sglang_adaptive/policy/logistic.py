@@ -42,7 +42,8 @@ class LogisticFilter:
     position but the first is centred at the weights of the position before, and is ``tie`` times as precise: where
     drafts are trimmed, deep positions are seen too rarely to learn alone.
 
-    The cost is bounded: at most ``buffer_rows`` rows are kept between two updates, ``update_steps`` calls apart.
+    The cost is bounded: at most ``buffer_rows`` rows are kept between two updates, which are ``update_steps`` steps
+    apart, or as many more as it takes to see ``update_rows`` rows.
     """
 
     def __init__(
@@ -56,9 +57,11 @@ class LogisticFilter:
         memory: int = 20_000,
         buffer_rows: int = 2048,
         update_steps: int = 16,
+        update_rows: int = 64,
     ) -> None:
         self.positions, self.dimensions = positions, prior_mean.size
-        self.min_samples, self.memory, self.update_steps = min_samples, memory, update_steps
+        self.min_samples, self.memory = min_samples, memory
+        self.update_steps, self.update_rows = update_steps, min(update_rows, buffer_rows)
         self.prior_mean = np.asarray(prior_mean, np.float64)
         self.prior_precision = np.diag(np.asarray(prior_precision, np.float64))
         self._tie = tie
@@ -72,7 +75,7 @@ class LogisticFilter:
         self._y = np.zeros(buffer_rows)
         self._position = np.zeros(buffer_rows, np.int64)
         self._rows = 0
-        self._calls = 0
+        self._steps = 0
         self._pending: deque[tuple[int, Floats, Floats]] = deque()
 
     @property
@@ -96,20 +99,21 @@ class LogisticFilter:
         """False while the buffer is full: building features would be in vain, ``observe_nothing`` will do."""
         return self._rows < self._y.size
 
-    def observe_nothing(self) -> None:
-        """Count a step whose outcomes are not taken."""
-        self._calls += 1
-        if self._calls % self.update_steps == 0 and self._rows:
+    def observe_nothing(self, steps: int = 1) -> None:
+        """Count ``steps`` whose outcomes are not taken."""
+        self._steps += steps
+        if self._steps >= self.update_steps and self._rows >= self.update_rows:
             self._set_out()
         # A few positions per call, so that no single step pays for all of them.
-        for _ in range(min(len(self._pending), -(-self.positions // self.update_steps))):
+        share = -(-self.positions * steps // self.update_steps)
+        for _ in range(min(len(self._pending), share)):
             position, x, y = self._pending.popleft()
             self._absorb(position, x, y)
             self.samples[position] += y.size
             self.version += 1
 
-    def observe(self, features: Floats, verified: Ints, accepted: Ints) -> None:
-        """Take the outcomes of one step.
+    def observe(self, features: Floats, verified: Ints, accepted: Ints, steps: int = 1) -> None:
+        """Take the outcomes of one step, or of ``steps`` one below the other.
 
         ``features`` [R, K, D] of the drafts; of each request ``verified`` [R] drafts were checked and ``accepted`` [R]
         of those passed. Accepted drafts and the first rejected one are outcomes; later and trimmed drafts say nothing
@@ -130,7 +134,7 @@ class LogisticFilter:
             self._y[into] = column < accepted[row]
             self._position[into] = column
             self._rows += row.size
-        self.observe_nothing()
+        self.observe_nothing(steps)
 
     def _set_out(self) -> None:
         position = self._position[: self._rows]
@@ -138,7 +142,7 @@ class LogisticFilter:
             rows = np.flatnonzero(position == mine)
             if rows.size:
                 self._pending.append((mine, self._x[rows], self._y[rows]))
-        self._rows = 0
+        self._rows = self._steps = 0
 
     def _absorb(self, position: int, x: Floats, y: Floats) -> None:
         fade = max(0.0, 1.0 - y.size / self.memory)

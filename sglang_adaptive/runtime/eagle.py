@@ -77,6 +77,7 @@ class AdaptiveEagleWorker(AdaptiveServing, host.EAGLEWorkerV2):
         requests = self.model_runner.max_running_requests
         self._roots = torch.arange(requests, dtype=torch.int64, device=self.device).unsqueeze(1)
         self._no_successor = torch.full_like(self._roots, -1)
+        self.planner.capture_widths(self.gamma + 1)
         self.begin_serving(
             Estimate(
                 gamma=self.gamma,
@@ -114,7 +115,8 @@ class AdaptiveEagleWorker(AdaptiveServing, host.EAGLEWorkerV2):
         """Called by the host after the draft, ``batch.spec_info`` is the verification's input."""
         layout = None if self.planner.decision is None else self._allocate(batch)
         if layout is None:
-            return super().verify(batch, pp_proxy_tensors, grammar_barrier)
+            with self.planner.fixed_width():
+                return super().verify(batch, pp_proxy_tensors, grammar_barrier)
         if not self.planner.decision.uniform:
             eagle_verify.cut(batch.spec_info, layout.verify_lens)
         return eagle_verify.run(self, batch, layout, grammar_barrier)

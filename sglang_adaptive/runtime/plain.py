@@ -1,8 +1,8 @@
 """A step without a draft: one token a request, verified and sampled, the draft's KV kept current.
 
 What the host's decode step does around a draft falls away: no draft forward, no packing of a block, no rejection
-sampling over K+1 rows. The target still runs as a verification, so that the captured graphs serve it and its hidden
-states reach the draft's KV cache, without which the next draft would not know what was said meanwhile.
+sampling over K+1 rows. The target still runs as a verification, one token wide: its hidden states must reach the
+draft's KV cache, without which the next draft would not know what was said meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.kernels.ops.speculative.dspark.dspark_verify_window import BuildRaggedVerifyWindow
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
@@ -38,47 +37,32 @@ def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> Generat
         batch=batch,
         bs=requests,
         device=device,
-        verify_num_draft_tokens=width,
-        block_pos_offsets=worker._block_pos_offsets,
+        verify_num_draft_tokens=1,
+        block_pos_offsets=worker._block_pos_offsets[:1],
         model_runner=runner,
         seq_lens_cpu=seq_lens_cpu if seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu,
     )
-    penalties = Penalties.of(batch).begin_decode(batch, draft_input.bonus_tokens.view(-1))
-    layout = planner.anchor_layout(requests)
-    anchors = worker._proposer.draft_block_ids_view(bs=requests, device=prefix_lens.device)
-    anchors[:, 0].copy_(draft_input.bonus_tokens.view(-1))
-    packed = BuildRaggedVerifyWindow.execute(
-        batch=batch,
-        layout=layout,
-        draft_block_ids=anchors,
-        draft_tokens=anchors[:, : width - 1],
-        bs=requests,
-        device=device,
-        verify_num_draft_tokens=width,
-        model_runner=runner,
-    )
-    batch.out_cache_loc = packed.verify_cache_loc
+    anchors = draft_input.bonus_tokens.view(-1).to(torch.int64)
+    penalties = Penalties.of(batch).begin_decode(batch, anchors)
+    batch.out_cache_loc = window.verify_cache_loc
     if seq_lens_cpu is not None:
         batch.seq_lens_cpu = seq_lens_cpu + 1
         batch.seq_lens_sum = int(seq_lens_sum) + requests
-    epilogue = worker._verify_executor.verify_epilogue
-    if epilogue is not None:
-        epilogue.begin_step(layout.verify_lens, armed=False)
-    forward_batch, _ = DFlashVerifyInput(
-        draft_token=packed.verify_ids,
-        positions=packed.positions,
-        draft_token_num=width,
+    verify_input = DFlashVerifyInput(
+        draft_token=anchors,
+        positions=window.positions_2d.view(-1),
+        draft_token_num=1,
         custom_mask=None,
         capture_hidden_mode=CaptureHiddenMode.FULL,
-        ragged_verify_layout=layout,
         live_seq_lens_cpu=seq_lens_cpu,
         kv_loc_plan=window.kv_loc_plan,
-        kv_loc_cols=packed.window_index,
-    ).prepare_for_verify(batch, worker.target_worker)
-    batch.seq_lens_cpu, batch.seq_lens_sum = seq_lens_cpu, seq_lens_sum
-    result = worker.target_worker.forward_batch_generation(
-        batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
     )
+    with planner.verify_anchors(requests):
+        forward_batch, _ = verify_input.prepare_for_verify(batch, worker.target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = seq_lens_cpu, seq_lens_sum
+        result = worker.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+        )
     logits_output = result.logits_output
     logits_output.next_token_logits = logits_output.next_token_logits[:requests]
     if penalties is not None:
@@ -90,7 +74,7 @@ def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> Generat
     on_publish(new_seq_lens)
     worker._kv_injector.inject_target_hidden(
         target_hidden=logits_output.hidden_states[:requests],
-        cache_loc=worker._kv_injector.ids_for(window.kv_loc_plan).view(requests, width)[:, 0].contiguous(),
+        cache_loc=worker._kv_injector.ids_for(window.kv_loc_plan).view(-1),
         positions=prefix_lens,
     )
     logits_output.hidden_states = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from sglang_adaptive.runtime.layouts import Layouts
 from sglang_adaptive.runtime.priorities import Priorities
 from sglang_adaptive.runtime.relay import OVERLAP_LAG, SYNC_LAG, StepRecord, StepRelay
 from sglang_adaptive.runtime.trace import TraceRecorder, describe
+from sglang_adaptive.runtime.widths import FixedWidths
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +53,14 @@ class StepPlanner:
         self.estimate: Estimate | None = None
         self._group = group
         self._layouts = Layouts(model_runner, device, gamma + 1)
+        self.widths: FixedWidths | None = None
+        self._skips_drafts = True
         self._engine: Engine | None = None
         self._relay: StepRelay | None = None
         self._allocate: Callable[..., torch.Tensor] = allocate
         self._iteration = 0
         self._layout: Any = None
+        self._tier = 0
         self._calibration: torch.Tensor | None = None
         self._calibration_version = -1
         self._trace: TraceRecorder | None = None
@@ -63,6 +68,12 @@ class StepPlanner:
         self._priorities: Priorities | None = None
         self._weights: np.ndarray | None = None
         self._log_every = False
+
+    def capture_widths(self, *widths: int) -> None:
+        """Make the graphs of steps in which every request has so many tokens; the host's must be there."""
+        if self.ragged:
+            self.widths = FixedWidths(self.model_runner, widths, self.gamma + 1)
+            self._skips_drafts = all(width in self.widths for width in widths if width == 1)
 
     def begin_serving(
         self, *, cost: CostModel, options: Options, max_requests: int, estimate: Estimate | None = None
@@ -80,7 +91,7 @@ class StepPlanner:
             max_len=min(options.max_verify_len or self.gamma + 1, self.gamma + 1),
             calibrate=options.calibration and estimate is None,
             correct_costs=options.cost_correction,
-            skip_draft=options.skip_draft,
+            skip_draft=options.skip_draft and self._skips_drafts,
             auto_refresh=self._group.world_size == 1,
         )
         self._engine = Engine(config, cost if options.policy else CostModel.empty(), self.gamma)
@@ -107,6 +118,9 @@ class StepPlanner:
     def traces(self, options: Options) -> bool:
         """Whether this rank records a trace."""
         return options.trace is not None and get_parallel().tp_rank == 0
+
+    def _serves(self, width: int) -> bool:
+        return self.widths is not None and width in self.widths
 
     def see_draft(self, columns: torch.Tensor) -> None:
         """Keep the ``trace_features.draft_columns`` of the step that is being launched, for its trace."""
@@ -174,14 +188,25 @@ class StepPlanner:
 
     # -- after the draft --
 
+    @property
+    def in_fixed_width(self) -> bool:
+        """Whether this step verifies K + 1 tokens of every request, with the graphs and the attention for that."""
+        return self.decision is not None and self.decision.uniform and self._serves(self.gamma + 1)
+
+    def fixed_width(self) -> AbstractContextManager[None]:
+        """What the step's verification must run in."""
+        return self.widths.active(self.gamma + 1) if self.in_fixed_width else nullcontext()
+
     def layout(self, requests: int, confidence: torch.Tensor | None) -> Any:
-        """The step's packed layout from its live confidences [R, K]; the cached uniform one where all is verified."""
+        """The step's packed layout from its live confidences [R, K]; None in a step of fixed width."""
         if confidence is not None and self._group.world_size > 1:
             # Ranks must allocate alike: they use rank 0's confidences, like its draft tokens.
             self._group.broadcast(confidence, src=0)
+        if self.in_fixed_width:
+            self._layout, self._tier = None, requests * (self.gamma + 1)
+            return None
         if confidence is None or self.decision is None or self.decision.uniform:
-            self._layout = self._layouts.uniform(requests)
-            return self._layout
+            return self._take(self._layouts.uniform(requests))
         config, weights = self._engine.config, self._weights
         verify_lens = self._allocate(
             confidence,
@@ -191,8 +216,11 @@ class StepPlanner:
             calibration=self._calibration,
             weights=None if weights is None else async_h2d(torch.from_numpy(weights).float(), self.device),
         )
-        self._layout = self._layouts.ragged(verify_lens, requests + self.decision.budget)
-        return self._layout
+        return self._take(self._layouts.ragged(verify_lens, requests + self.decision.budget))
+
+    def _take(self, layout: Any) -> Any:
+        self._layout, self._tier = layout, 0 if layout is None else layout.graph_num_tokens
+        return layout
 
     # -- a step without a draft --
 
@@ -202,8 +230,12 @@ class StepPlanner:
 
     def anchor_layout(self, requests: int) -> Any:
         """The packed layout that verifies one token of each request."""
-        self._layout = self._layouts.anchors(requests)
-        return self._layout
+        return self._take(self._layouts.anchors(requests))
+
+    def verify_anchors(self, requests: int) -> AbstractContextManager[None]:
+        """What a step must run in that verifies one token of each request."""
+        self._layout, self._tier = None, requests
+        return self.widths.active(1)
 
     def ones(self, requests: int) -> torch.Tensor:
         """[R] int32 ones, to be read only."""
@@ -213,20 +245,16 @@ class StepPlanner:
 
     def publish(self, *, confidence: torch.Tensor | None, commit_lens: torch.Tensor | None) -> None:
         """Send the step's confidences [R, K] and committed tokens [R] on their way to the CPU; None without a draft."""
-        lens = None
-        if confidence is not None:
-            full = self._layout is None
-            lens = torch.full_like(commit_lens, self.gamma + 1) if full else self._layout.verify_lens
         self._relay.publish(
             iteration=self._iteration,
             slots=self._slots,
             generations=self._generations,
             kv_tokens=self._kv_tokens,
             confidence=confidence,
-            verify_lens=lens,
+            verify_lens=None if confidence is None or self._layout is None else self._layout.verify_lens,
             commit_lens=commit_lens,
             decision=self.decision,
-            tier=0 if self._layout is None else self._layout.graph_num_tokens,
+            tier=self._tier,
             extra=None if confidence is None else self._draft_columns,
         )
         self._draft_columns = None

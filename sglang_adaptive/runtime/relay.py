@@ -53,14 +53,49 @@ class StepRecord:
     extra: np.ndarray | None = None
 
 
+class _Landing:
+    """Pinned memory on the CPU that one step at a time is copied to, and the event after its copies.
+
+    A tensor for each thing that is copied, of its own type, so that the device neither converts nor packs anything.
+    """
+
+    def __init__(self, max_requests: int, gamma: int, extra: int, cuda: bool) -> None:
+        sizes = {"confidence": gamma, "verify_lens": 1, "commit_lens": 1, "extra": extra}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._per_request, self._requests, self._cuda = sizes, max_requests, cuda
+        self._rows: dict[str, torch.Tensor] = {}
+        self.done = torch.cuda.Event() if cuda else None
+
+    def begin(self, **values: torch.Tensor | None) -> None:
+        """Start the copies of contiguous tensors [R] or [R, C], in stream order."""
+        self._rows = {}
+        for name, value in values.items():
+            if value is None:
+                continue
+            room = self._tensors.get(name)
+            if room is None or room.dtype != value.dtype or room.numel() < value.numel():
+                most = max(self._requests * self._per_request[name], value.numel())
+                room = torch.empty(most, dtype=value.dtype, pin_memory=self._cuda)
+                self._tensors[name] = room
+            rows = room[: value.numel()].view(value.shape)
+            rows.copy_(value, non_blocking=True)
+            self._rows[name] = rows
+        if self.done is not None:
+            self.done.record()
+
+    def array(self, name: str) -> np.ndarray | None:
+        """What was copied, as an array of its own; None where it was not."""
+        rows = self._rows.get(name)
+        return None if rows is None else rows.numpy().copy()
+
+
 @dataclass
 class _Flight:
     iteration: int
     slots: np.ndarray
     generations: np.ndarray
     kv_tokens: float
-    host: torch.Tensor | None
-    done: Any
+    landing: _Landing | None
     mark: Any
     decision: Any
     tier: int
@@ -83,14 +118,10 @@ class StepRelay:
         self._cuda = torch.device(device).type == "cuda"
         self._confidence = np.ones((num_slots, gamma), dtype=np.float32)
         self._generation = np.full(num_slots, -1, dtype=np.int64)
-        # One buffer for the step that runs, one for each step that is not old enough yet, one to spare.
+        # One for the step that runs, one for each step that is not old enough yet, one to spare.
         depth = lag + 2
-        self._buffers = deque(
-            torch.empty(max_requests * (gamma + 2 + extra), dtype=torch.float32, pin_memory=self._cuda)
-            for _ in range(depth)
-        )
+        self._landings = deque(_Landing(max_requests, gamma, extra, self._cuda) for _ in range(depth))
         self._flights: deque[_Flight] = deque()
-        self._stream = torch.cuda.Stream() if self._cuda else None
         # A mark is read when the step after it is collected, so one more than the flights is in use.
         self._marks = deque(torch.cuda.Event(enable_timing=True) for _ in range(depth + 2)) if self._cuda else None
         self._last: _Flight | None = None
@@ -109,31 +140,23 @@ class StepRelay:
         tier: int = 0,
         extra: torch.Tensor | None = None,
     ) -> None:
-        """Start the copy of a step just launched, in stream order. Device tensors: [R, K], [R], [R] and [R, extra].
+        """Start the copies of a step just launched, in stream order. Device tensors: [R, K], [R], [R] and [R, extra].
 
-        All of them are None for a step that did not draft: one token each, so there is nothing to copy.
+        All of them are None for a step that did not draft: one token each, so there is nothing to copy. ``verify_lens``
+        is None where all K + 1 tokens were verified.
         """
-        host = done = None
+        landing = None
         if confidence is not None:
-            columns = [confidence.float(), verify_lens.float().unsqueeze(1), commit_lens.float().unsqueeze(1)]
-            packed = torch.cat(columns if extra is None else [*columns, extra], dim=1)
-            host = self._take_buffer(*packed.shape)
-            done = self._start_copy(packed, host)
-        mark = self._mark()
-        self._flights.append(_Flight(iteration, slots, generations, kv_tokens, host, done, mark, decision, tier))
-
-    def _start_copy(self, packed: torch.Tensor, host: torch.Tensor) -> Any:
-        if not self._cuda:
-            host.copy_(packed)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            host.copy_(packed, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        # The allocator must not hand the memory out again while the side stream reads it.
-        packed.record_stream(self._stream)
-        return done
+            if not self._landings:
+                raise RuntimeError("a step was published before the earlier ones were collected")
+            landing = self._landings.popleft()
+            landing.begin(
+                confidence=confidence.float().contiguous(),
+                verify_lens=verify_lens,
+                commit_lens=commit_lens,
+                extra=extra,
+            )
+        self._flights.append(_Flight(iteration, slots, generations, kv_tokens, landing, self._mark(), decision, tier))
 
     def _mark(self) -> Any:
         if self._marks is None:
@@ -157,15 +180,6 @@ class StepRelay:
         if self._marks is not None:
             self._marks.append(last.mark)
         return ms
-
-    def _take_buffer(self, rows: int, columns: int) -> torch.Tensor:
-        if not self._buffers:
-            raise RuntimeError("a step was published before the earlier ones were collected")
-        buffer = self._buffers.popleft()
-        if buffer.numel() < rows * columns:
-            buffer = torch.empty(rows * columns, dtype=torch.float32, pin_memory=self._cuda)
-        # Contiguous: the copy into a strided destination would wait.
-        return buffer[: rows * columns].view(rows, columns)
 
     def collect(self, iteration: int) -> list[StepRecord]:
         """Steps that are old enough at ``iteration``, oldest first; their confidences become readable."""
@@ -195,18 +209,18 @@ class StepRelay:
         return records
 
     def _land(self, flight: _Flight) -> tuple[np.ndarray | None, np.ndarray, np.ndarray, np.ndarray | None]:
-        if flight.host is None:
+        landing = flight.landing
+        if landing is None:
             ones = np.ones(len(flight.slots), dtype=np.int64)
             return None, ones, ones, None
-        if flight.done is not None:
-            flight.done.synchronize()  # the host has processed this step's results: nothing is left to wait for
-        rows = flight.host.numpy().copy()
-        base = flight.host._base
-        self._buffers.append(flight.host if base is None else base)
-        past = self.gamma + 2
-        lens = rows[:, self.gamma : past].astype(np.int64)
-        extra = rows[:, past:] if rows.shape[1] > past else None
-        return rows[:, : self.gamma], lens[:, 0], lens[:, 1], extra
+        if landing.done is not None:
+            landing.done.synchronize()  # the host has processed this step's results: nothing is left to wait for
+        confidence, extra = landing.array("confidence"), landing.array("extra")
+        verify_lens, commit_lens = landing.array("verify_lens"), landing.array("commit_lens")
+        self._landings.append(landing)
+        if verify_lens is None:
+            verify_lens = np.full(len(flight.slots), self.gamma + 1)
+        return confidence, verify_lens.astype(np.int64), commit_lens.astype(np.int64), extra
 
     def read(self, slots: np.ndarray, generations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Newest readable confidences of these requests: [R, K] float32, and [R] bool, False where there are none."""

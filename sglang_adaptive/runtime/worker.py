@@ -46,6 +46,7 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
     def init_cuda_graphs(self) -> None:
         """Capture as the host does, then profile what was captured."""
         super().init_cuda_graphs()
+        self.planner.capture_widths(self.gamma + 1, 1)
         self.begin_serving()
         if self.planner.ragged and self.planner.traces(self.options):
             watch_drafts(self._proposer, self.planner.see_draft)
@@ -76,7 +77,8 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
                 self._observers.note_idle_decode_step()
                 return plain.forward(self, batch, publish)
             planner.draft_after_all()
-        return super().forward_batch_generation(batch, publish, grammar_barrier, **kwargs)
+        with planner.fixed_width():
+            return super().forward_batch_generation(batch, publish, grammar_barrier, **kwargs)
 
     def profiled_draft(self, requests: int, kv_length: int) -> Callable[[], Any]:
         """One draft for R requests, which all use the host's padding slot."""

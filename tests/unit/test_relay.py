@@ -66,13 +66,13 @@ def test_a_batch_that_grows_beyond_the_buffers_is_kept_whole():
     assert len(steps.collect(3)[0].slots) == 1
 
 
-def test_buffers_are_reused_for_ever():
+def test_memory_is_reused_for_ever():
     steps = relay()
     for iteration in range(1, 200):
         steps.collect(iteration)
         publish(steps, iteration, [1 + iteration % 3], [iteration], iteration / 200)
     assert len(steps.collect(1000)) == OVERLAP_LAG
-    assert len(steps._buffers) == OVERLAP_LAG + 2
+    assert len(steps._landings) == OVERLAP_LAG + 2
 
 
 def test_publishing_without_collecting_is_an_error_not_an_overwrite():

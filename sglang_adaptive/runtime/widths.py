@@ -1,0 +1,95 @@
+"""Verification of equally many tokens of every request: attention and CUDA graphs that know one width only.
+
+What a packed step needs besides the model (which rows are whose, staged into the graph's buffers and laid out for the
+attention) costs the CPU two milliseconds a step, more than a small model takes for the step itself. Where every request
+has the same number of tokens nothing of it is needed: a step that verifies everything then costs what the host's static
+verification does, and a step without a draft runs as wide as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_parallel, get_spec
+
+logger = logging.getLogger(__name__)
+
+# What a second set of graphs and its attention's buffers may take; with less left, packed graphs serve every step.
+LEAST_FREE_BYTES = 3 << 30
+
+
+class FixedWidths:
+    """The target's attention and graphs for steps of ``widths`` tokens a request, besides the packed ones.
+
+    ``own`` is K + 1, the width that the host's attention was made for. Only one set is in the model runner's place at a
+    time; outside ``active`` it is the packed one.
+    """
+
+    def __init__(self, model_runner: Any, widths: Sequence[int], own: int) -> None:
+        self._runner = model_runner
+        self._sets: dict[int, tuple[Any, Any]] = {}
+        packed = model_runner.attn_backend, model_runner.decode_cuda_graph_runner
+        if torch.device(model_runner.device).type != "cuda":
+            # The CPU platform's attention takes the width from the step.
+            self._sets = dict.fromkeys(widths, packed)
+            return
+        in_graphs = packed[1] is not None and getattr(packed[1], "ragged_verify_mode", False)
+        if in_graphs and _least_free_bytes() < LEAST_FREE_BYTES:
+            logger.warning(
+                "sglang_adaptive: less than %d GiB of GPU memory are left: no graphs of fixed width, so steps that "
+                "verify everything cost a little more, and drafting never stops. A lower --mem-fraction-static helps.",
+                LEAST_FREE_BYTES >> 30,
+            )
+            return
+        for width in widths:
+            if not in_graphs and width == own:
+                self._sets[width] = packed
+                continue
+            with get_spec().override(speculative_num_draft_tokens=width), _static():
+                backend = model_runner._get_attention_backend(init_new_workspace=False)
+                graphs = self._capture(packed[1], backend, width) if in_graphs else packed[1]
+            self._sets[width] = backend, graphs
+
+    def _capture(self, packed_graphs: Any, backend: Any, width: int) -> Any:
+        runner = self._runner
+        logger.info("sglang_adaptive: capturing steps of %d token(s) a request", width)
+        # What the host hangs on its packed graphs (accepting greedy drafts inside) knows their shapes only.
+        hooks, runner.capture_tail_hooks = runner.capture_tail_hooks, []
+        try:
+            return type(packed_graphs)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
+        finally:
+            runner.capture_tail_hooks = hooks
+
+    def __contains__(self, width: object) -> bool:
+        return width in self._sets
+
+    @contextmanager
+    def active(self, width: int) -> Iterator[None]:
+        """Let the target verify ``width`` tokens of each request meanwhile."""
+        runner = self._runner
+        packed = runner.attn_backend, runner.decode_cuda_graph_runner
+        runner.attn_backend, runner.decode_cuda_graph_runner = self._sets[width]
+        try:
+            yield
+        finally:
+            runner.attn_backend, runner.decode_cuda_graph_runner = packed
+
+
+@contextmanager
+def _static() -> Iterator[None]:
+    with envs.SGLANG_RAGGED_VERIFY_MODE.override("static"):
+        yield
+
+
+def _least_free_bytes() -> int:
+    """Of all ranks, which must decide alike."""
+    free = torch.tensor(torch.cuda.mem_get_info()[0])
+    group = get_parallel().tp_group
+    if group.world_size > 1:
+        torch.distributed.all_reduce(free, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(free)
