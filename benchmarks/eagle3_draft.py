@@ -75,10 +75,10 @@ class Layer(nn.Module):
         future = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool, device=rows.device).triu(1)
         scores = [(query @ cache[0][0].transpose(-1, -2)).masked_fill(future, float("-inf"))]
         scores += [(query * key).sum(-1, keepdim=True) for key, _ in cache[1:]]
-        weights = torch.cat(scores, -1).float().softmax(-1).to(value.dtype)
-        mixed = weights[..., : rows.shape[1]] @ cache[0][1]
+        weights = torch.cat(scores, -1).float().softmax(-1)
+        mixed = weights[..., : rows.shape[1]].to(value.dtype) @ cache[0][1]
         for i, (_, value) in enumerate(cache[1:]):
-            mixed = mixed + weights[..., rows.shape[1] + i, None] * value
+            mixed = mixed + weights[..., rows.shape[1] + i, None].to(value.dtype) * value
         hidden = hidden + self.self_attn["o_proj"](mixed.transpose(1, 2).flatten(2))
         normed = self.post_attention_layernorm(hidden)
         return hidden + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed))

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from sglang_adaptive.benchmarks.eagle3_target import Target
 from sglang_adaptive.benchmarks.train_eagle3 import Budget
 from sglang_adaptive.errors import AdaptiveError
 
-FINISH_SHARE, FINISH_SECONDS = 0.06, 12.0  # of the time, kept for checkpoint and measurement: a share, and at most
+FINISH_SHARE, FINISH_SECONDS = 0.08, 12.0  # of the time, kept for checkpoint and measurement: a share, and at most
 SAVE_EVERY = 20.0  # seconds of training between checkpoints, should the process be killed
 
 
@@ -52,7 +53,8 @@ class Library:
         """Of ``rows`` [B] (on the CPU), as long as the longest answer needs."""
         at = rows.to(self.ids.device)
         answers = torch.stack([self.data.start[rows], self.data.end[rows]])
-        width = min(self.ids.shape[1], -(-(int(answers[1].max()) + steps) // 32) * 32)
+        # Rows of the draft in multiples of 32 where there are as many: matrix products of odd widths are slow.
+        width = min(self.ids.shape[1], -(-int(answers[1].max()) // 32) * 32 + steps)
         ids = self.ids[at, :width]
         if self.kept is None:
             return Batch(ids, *self._look(ids), answers)
@@ -232,20 +234,20 @@ def run(args: argparse.Namespace, budget: Budget) -> dict[str, Any]:
     size = eagle3_draft.save(draft, args.out)
     budget.say(f"checkpoint of {size / 2**20:.1f} MiB in {args.out}")
     metrics: dict[str, Any] = {
-        "arguments": {name: str(value) if value is not None else None for name, value in vars(args).items()},
+        "arguments": {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()},
         "conversations": len(rows),
         "answer_tokens": int(answers.sum()),
         "training": curve,
         "checkpoint_bytes": size,
     }
     args.out.joinpath("METRICS.json").write_text(json.dumps(metrics, indent=1) + "\n")
+    served = eagle3_draft.load(args.out).to(device)
+    metrics["acceptance"] = measure(served, library, args.steps, args.batch, budget)
     try:
         metrics["gguf_bytes"] = pack(args.out, args.out / "draft.gguf")
         budget.say(f"{metrics['gguf_bytes'] / 1e6:.1f} MB as draft.gguf")
     except ImportError:
         budget.say("no draft.gguf: the package gguf is missing; benchmarks/eagle3_pack.py makes it from the checkpoint")
-    served = eagle3_draft.load(args.out).to(device)
-    metrics["acceptance"] = measure(served, library, args.steps, args.batch, budget)
     metrics["seconds"] = round(time.monotonic() - budget.begin, 1)
     args.out.joinpath("METRICS.json").write_text(json.dumps(metrics, indent=1) + "\n")
     for kind, each in metrics["acceptance"].items():
