@@ -31,6 +31,15 @@ PATCHES = [
         ),
     ),
     Patch(
+        target="sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
+        why="It refuses LoRA adapters where requests verify different numbers of tokens; the CPU platform's LoRA "
+        "backend takes each request's own.",
+        remove_when="the host asks the LoRA backend.",
+        depends=("sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",),
+        kind="edit",
+        edits=(Edit(old='cfg.speculative_algorithm == "DSPARK" and ragged_mode != "static"', new="False"),),
+    ),
+    Patch(
         target="sglang.srt.arg_groups.speculative_hook._disable_overlap_schedule_for_cpu",
         why="It turns overlapped scheduling off for EAGLE on every CPU; the CPU platform serves it, as it does DSpark.",
         remove_when="the host asks an out-of-tree platform whether it overlaps speculative decoding.",

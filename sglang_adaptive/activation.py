@@ -130,7 +130,7 @@ def _fall_back_to_uniform(server_args: Any) -> None:
     model = model_config_of(server_args)
     graphs = cfg.device != "cpu" and cfg.cuda_graph_config.decode.backend != Backend.DISABLED
     enough = (backends.GRAPHS,) if graphs else (backends.GRAPHS, backends.EAGER)
-    reason = backends.unable_target(model)
+    reason = backends.unable_target(model) or backends.unable_adapters(cfg)
     for name in attention_backends_of(cfg):
         able = backends.capability(name, model.attention_arch == AttentionArch.MLA)
         if able == backends.NONE:

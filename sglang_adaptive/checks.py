@@ -13,8 +13,6 @@ from sglang_adaptive.family import DSPARK, Family, separate_draft
 
 # (host field, value that is fine, what to say)
 _UNSUPPORTED = (
-    ("enable_lora", (None, False), "LoRA adapters: drop --enable-lora, or serve with --speculative-algorithm DSPARK"),
-    ("lora_paths", (None, [], {}), "LoRA adapters: drop --lora-paths, or serve with --speculative-algorithm DSPARK"),
     ("enable_two_batch_overlap", (None, False), "two-batch overlap: drop --enable-two-batch-overlap"),
     ("speculative_adaptive", (None, False), "SGLang's own adaptive steps: drop --speculative-adaptive"),
     (

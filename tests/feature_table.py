@@ -12,6 +12,7 @@ _ODD = "tests/e2e/test_odd_flags.py::"
 _SERVING = "tests/e2e/test_serving.py::"
 _REFUSED = "tests/unit/test_refusals.py::test_a_feature_that_does_not_work_is_refused_in_one_sentence"
 _UNIFORM = "tests/unit/test_refusals.py::test_targets_whose_positions_or_layers_know_one_length_only_verify_uniformly"
+_GPU = "tests/unit/test_activation.py::test_what_a_gpu_verifies_without_graphs_and_with_adapters"
 
 EQUAL = "as without speculation"
 REFUSED = "refused before weights load"
@@ -79,11 +80,18 @@ ROWS = (
         (f"{_REFUSED}[deterministic inference]",),
     ),
     Row("Radix cache", EQUAL, (f"{_FEATURES}test_cached_prefixes",)),
-    Row("Chunked prefill, `--enable-mixed-chunk`", EQUAL, (f"{_ODD}test_chunked_prefill_in_mixed_steps",)),
+    Row(
+        "Chunked prefill, `--enable-mixed-chunk`",
+        EQUAL,
+        (f"{_ODD}test_chunked_prefill_in_mixed_steps_with_retractions",),
+    ),
     Row(
         "Retraction",
         EQUAL,
-        (f"{_SERVING}test_retracted_requests_finish_with_the_right_output",),
+        (
+            f"{_SERVING}test_retracted_requests_finish_with_the_right_output",
+            f"{_ODD}test_chunked_prefill_in_mixed_steps_with_retractions",
+        ),
     ),
     Row(
         "`--page-size` 1 and 64, up to the context length",
@@ -97,6 +105,21 @@ ROWS = (
         "`--disable-overlap-schedule`",
         EQUAL,
         (f"{_SERVING}test_greedy_output_is_equal_in_other_modes",),
+    ),
+    Row(
+        "`--disable-cuda-graph`",
+        EQUAL,
+        (f"{_ODD}test_chunked_prefill_in_mixed_steps_with_retractions", _GPU),
+    ),
+    Row(
+        "LoRA adapters of the target",
+        f"{EQUAL}, on a CPU; on GPUs every draft token is verified, and the log says so: not run here",
+        (
+            f"{_ODD}test_adapters_side_by_side",
+            "tests/e2e/test_eagle.py::test_an_eagle_draft_and_an_adapter",
+            "tests/unit/platform_cpu/test_lora.py::test_each_row_gets_the_adapter_of_its_request",
+            _GPU,
+        ),
     ),
     Row(
         "`--speculative-dspark-block-size`, request priorities",
@@ -117,7 +140,6 @@ ROWS = (
         "every draft token is verified, and the log says so; not run here",
         (_UNIFORM,),
     ),
-    Row("LoRA adapters", REFUSED, (f"{_REFUSED}[LoRA by paths]", f"{_REFUSED}[LoRA by switch]")),
     Row("Data-parallel attention", REFUSED, (f"{_REFUSED}[data-parallel attention]",)),
     Row(
         "Prefill/decode disaggregation",

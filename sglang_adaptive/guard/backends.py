@@ -37,6 +37,17 @@ def capability(backend: str, mla: bool) -> str:
     return CAPABILITY.get("flashinfer_mla" if mla and backend == "flashinfer" else backend, UNIFORM)
 
 
+def unable_adapters(cfg: Any) -> str | None:
+    """Why LoRA adapters need one number of tokens for all requests; None where there are none or they do not.
+
+    The host's LoRA backends for GPUs lay their segments out for that; the CPU platform's does not.
+    """
+    adapters = cfg.enable_lora or (cfg.lora_paths and cfg.enable_lora is not False)
+    if adapters and cfg.device != "cpu":
+        return "LoRA adapters are laid out for one number per request"
+    return None
+
+
 def unable_target(model_config: Any) -> str | None:
     """Why a target cannot verify a different number of tokens per request whatever the backend; None where it can.
 

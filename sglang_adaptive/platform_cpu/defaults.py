@@ -51,6 +51,9 @@ def apply(server_args: Any) -> None:
         server_args.max_running_requests = MAX_RUNNING_REQUESTS
     if server_args.speculative_draft_attention_backend is None:
         server_args.speculative_draft_attention_backend = ATTENTION_BACKEND
+    # The host's default is a GPU's.
+    if server_args.lora_backend == "csgmv":
+        server_args.lora_backend = "torch_native"
     # A sliding window is a mask here, not a pool of its own.
     server_args.disable_hybrid_swa_memory = True
     export_environment(server_args.tp_size * server_args.dp_size * server_args.pp_size)

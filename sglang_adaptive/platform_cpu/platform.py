@@ -80,7 +80,7 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
             return AdaptiveCpuAttention(model_runner)
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        from sglang.srt.runtime_context import get_spec
+        from sglang.srt.runtime_context import get_lora, get_spec
 
         from sglang_adaptive.patches import cpu_eagle, cpu_kernels, cpu_weights, cpu_worker
         from sglang_adaptive.platform_cpu.linear import pack_linear_layers
@@ -88,5 +88,13 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if pack_linear_layers(model) > 0:
             registry.apply(cpu_weights.PATCHES)
         # The target loads first: every host module is imported by now and no speculative worker exists yet.
+        if get_lora().enable_lora:
+            from sglang.srt.lora.backend.lora_registry import register_lora_backend
+
+            from sglang_adaptive.patches import cpu_lora
+            from sglang_adaptive.platform_cpu.lora import BACKEND, AdaptiveCpuLora
+
+            registry.apply(cpu_lora.PATCHES)
+            register_lora_backend(BACKEND)(lambda: AdaptiveCpuLora)
         if get_spec().speculative_algorithm is not None:
             registry.apply([*cpu_kernels.PATCHES, *cpu_worker.PATCHES, *cpu_eagle.PATCHES])

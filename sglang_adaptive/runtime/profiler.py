@@ -254,7 +254,10 @@ class _Timer:
                     live_seq_lens_cpu=seq_lens_cpu,
                 ),
                 capture_hidden_mode=CaptureHiddenMode.FULL,
+                lora_ids=[None] * rows,
             )
+            if self.runner.lora_manager is not None:
+                self.runner.lora_manager.prepare_lora_batch(batch)
             batch.global_num_token_non_padded_cpu = layout.graph_num_tokens
             batch.num_token_non_padded_cpu = layout.graph_num_tokens
             self.runner.kv_index_translator.bind_own_plan(batch)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import costs
 import pytest
+import tiny_adapter
 import tiny_language as language
 from server import Server, speculative
 
@@ -34,6 +35,22 @@ def adaptive_server(tiny_pair: tuple[Path, Path], dear_costs: Path, log_dir: Pat
 def expected_ids(tiny_plain_server: Server) -> list[list[int]]:
     """Greedy continuations of PROMPTS without speculation."""
     return tiny_plain_server.greedy_ids(PROMPTS, TOKENS)
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two LoRA adapters of the tiny target, of different ranks."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {f"rank-{rank}": tiny_adapter.make_adapter(folder / f"rank-{rank}", rank, seed=rank) for rank in (4, 8)}
+
+
+@pytest.fixture(scope="session")
+def adapted_ids(tiny_pair: tuple[Path, Path], adapters: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """Greedy continuations of the first PROMPTS with each adapter, of the merged weights in plain torch."""
+    return {
+        name: tiny_adapter.greedy(tiny_adapter.adapted(tiny_pair[0], folder), PROMPTS[:6], 40)
+        for name, folder in adapters.items()
+    }
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_language as language
 from conftest import PROMPTS, TOKENS
-from features import borrow_costs, outputs, penalised
+from features import borrow_costs, outputs, penalised, request
 from scipy.stats import chi2_contingency
 from server import Server, failed_start, speculative
 
@@ -161,14 +161,26 @@ def test_two_ranks_agree(tiny_eagle3_pair, tmp_path, log_dir, expected_ids):
     assert state["decisions"]["trimmed"] > 0
 
 
-def test_an_eagle_draft(tiny_eagle_pair, eagle_costs, tmp_path, log_dir, expected_ids):
-    """Nothing but the algorithm and the draft is given; costs are those of the EAGLE3 draft."""
+def test_an_eagle_draft_and_an_adapter(
+    tiny_eagle_pair, eagle_costs, adapters, adapted_ids, tmp_path, log_dir, expected_ids
+):
+    """Of the draft nothing but its path is given; costs are those of the EAGLE3 draft."""
     target, draft = tiny_eagle_pair
     environment = costs.environment(borrow_costs(eagle_costs, tmp_path, family="EAGLE", draft=str(draft)))
-    with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
+    (name, folder), *_ = adapters.items()
+    arguments = (*speculative(draft), "--lora-paths", f"{name}={folder}")
+    with Server(target, *arguments, log_dir=log_dir, environment=environment) as server:
         assert "step costs read from" in server.log_text()
         assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
         state, info = server.adaptive_state(), server.server_info()
+        bodies = [
+            request(prompt, 40, **({"lora_path": name} if adapter else {}))
+            for prompt in PROMPTS[:6]
+            for adapter in (True, False)
+        ]
+        found = [ids for ids, _, _ in outputs(server, bodies)]
+        assert found[::2] == adapted_ids[name]
+        assert found[1::2] == [ids[:40] for ids in expected_ids[:6]]
     assert state["family"] == "EAGLE" and info["speculative_num_steps"] == 5
     assert info["disable_overlap_schedule"] is False
     assert state["decisions"]["trimmed"] > 0

@@ -1,7 +1,8 @@
-"""Many flags at once: large pages, chunked prompts in mixed steps, priorities, and a shorter block."""
+"""Many flags at once: large pages, chunked prompts in mixed steps, retractions, priorities, and a shorter block."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,35 +17,52 @@ from server import Server, speculative
 
 pytestmark = pytest.mark.e2e
 
-BLOCK = 5
+BLOCK, PAGE = 5, 64
 FLAGS = (
-    *("--page-size", "64"),
-    *("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+    *("--page-size", str(PAGE)),
+    # The requests that decode in a mixed step are taken off the chunk, and the host admits whole pages only: a chunk of
+    # one page would let no request in while another one decodes.
+    *("--chunked-prefill-size", str(2 * PAGE), "--enable-mixed-chunk"),
+    "--disable-cuda-graph",
     *("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "1000"),
     *("--speculative-dspark-block-size", str(BLOCK)),
 )
 
 
 @pytest.fixture(scope="module")
-def odd_server(tiny_pair: tuple[Path, Path], dear_costs: Path, tmp_path_factory, log_dir: Path) -> Iterator[Server]:
+def odd_server(
+    tiny_pair: tuple[Path, Path], dear_costs: Path, adapters: dict[str, Path], tmp_path_factory, log_dir: Path
+) -> Iterator[Server]:
     target, draft = tiny_pair
     folder = features.borrow_costs(dear_costs, tmp_path_factory.mktemp("odd"), gamma=BLOCK)
     environment = costs.environment(folder, priority_weight="2")
-    with Server(target, *speculative(draft), *FLAGS, log_dir=log_dir, environment=environment) as server:
+    environment |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+    arguments = (*speculative(draft), *FLAGS, *adapter_flags(adapters))
+    with Server(target, *arguments, log_dir=log_dir, environment=environment) as server:
         yield server
+
+
+def adapter_flags(adapters: dict[str, Path]) -> list[str]:
+    return ["--lora-paths", *(f"{name}={folder}" for name, folder in adapters.items())]
 
 
 def long_prompts(count: int) -> list[str]:
     return [" ".join(language.random_prompts(6, seed=100 + i, words=60)) for i in range(count)]
 
 
-def test_chunked_prefill_in_mixed_steps(odd_server: Server, tiny_plain_server: Server):
+def test_chunked_prefill_in_mixed_steps_with_retractions(odd_server: Server, tiny_plain_server: Server):
     """Long prompts arrive while others decode."""
     bodies = [asked(prompt, 64) for prompt in PROMPTS[:8]] + [asked(prompt, 32) for prompt in long_prompts(5)]
     ours = answers(odd_server, bodies)
     assert [each["output_ids"] for each in ours] == [each["output_ids"] for each in answers(tiny_plain_server, bodies)]
-    state = odd_server.adaptive_state()
-    assert state["decisions"]["trimmed"] > 0 and len(state["verified_per_position"]) == 5
+    assert sum(each["meta_info"]["num_retractions"] for each in ours) > 0, "no request was retracted"
+    state, info = odd_server.adaptive_state(), odd_server.server_info()
+    assert state["decisions"]["trimmed"] > 0 and len(state["verified_per_position"]) == BLOCK
+    assert "8" in state["by_load"], "the requests did not run together"
+    assert info["enable_mixed_chunk"] and info["cuda_graph_config"]["decode"]["backend"] == "disabled"
+    # With mixed steps on, every prompt that comes in while others run is mixed with them.
+    mixed = [int(running) for running in re.findall(r"Prefill batch.*?#running-req: (\d+)", odd_server.log_text())]
+    assert max(mixed) >= 4, "no prompt was mixed with decoding requests"
 
 
 def test_penalties_in_mixed_steps(odd_server: Server, exact_plain_server: Server):
@@ -58,6 +76,21 @@ def test_priorities_change_no_output(odd_server: Server, tiny_plain_server: Serv
     ours = answers(odd_server, bodies)
     expected = outputs(tiny_plain_server, [asked(prompt, 48) for prompt in prompts])
     assert [each["output_ids"] for each in ours] == [ids for ids, _, _ in expected for _ in "01"]
+
+
+def test_adapters_side_by_side(odd_server: Server, adapted_ids, expected_ids):
+    """Two LoRA adapters and no adapter, mixed in every batch, while steps are trimmed."""
+    before = odd_server.adaptive_state()
+    prompts, names = PROMPTS[:6], [*adapted_ids, None]
+    bodies = [asked(prompt, 40, **({"lora_path": name} if name else {})) for prompt in prompts for name in names]
+    found = [each["output_ids"] for each in answers(odd_server, bodies)]
+    for place, name in enumerate(names):
+        plain = [ids[:40] for ids in expected_ids[:6]]
+        assert found[place :: len(names)] == (adapted_ids[name] if name else plain), name
+        assert name is None or adapted_ids[name] != plain, "the adapter changes nothing"
+    after = odd_server.adaptive_state()
+    assert after["decisions"]["trimmed"] > before["decisions"]["trimmed"]
+    assert after["verify_tokens"] - before["verify_tokens"] < (BLOCK + 1) * (after["requests"] - before["requests"])
 
 
 def test_requests_that_end_exactly_at_the_context_length(odd_server: Server, tiny_plain_server: Server):

@@ -157,6 +157,42 @@ def test_an_attention_backend_with_one_length_for_all_verifies_uniformly(tiny_pa
     assert said == ["static static"]
 
 
+def test_what_a_gpu_verifies_without_graphs_and_with_adapters(tiny_pair):
+    """The decision alone, for a GPU that is not there."""
+    said = run(
+        """
+        from types import SimpleNamespace
+        from sglang.srt.arg_groups import overrides
+        from sglang.srt.model_executor.cuda_graph_config import default_cuda_graph_config
+        from sglang_adaptive import activation
+
+        disabled = resolving_view(record(disable_cuda_graph=True)).cuda_graph_config.decode.backend
+        args = record()
+
+        def decide(without_graphs, backend, **adapters):
+            config = default_cuda_graph_config()
+            if without_graphs:
+                config.decode.backend = disabled
+            view = {"device": "cuda", "cuda_graph_config": config, "enable_lora": None, "lora_paths": None, **adapters}
+            overrides.resolving_view = lambda _: SimpleNamespace(**view)
+            overrides.attention_backends_of = lambda _: [backend]
+            args._sglang_adaptive = activation.Marker("compact", "DSPARK")
+            activation._fall_back_to_uniform(args)
+            print("SAY", args._sglang_adaptive.mode)
+
+        for backend in ("fa3", "flashinfer", "triton"):
+            for without_graphs in (False, True):
+                decide(without_graphs, backend)
+        decide(False, "fa3", enable_lora=True)
+        decide(False, "fa3", lora_paths=["a=/nowhere"])
+        decide(False, "fa3", lora_paths=["a=/nowhere"], enable_lora=False)
+        """,
+        tiny_pair,
+    )
+    # fa3 packs under graphs and without, flashinfer only without, triton never; adapters come in one length.
+    assert said == ["compact", "compact", "static", "compact", "static", "static", "static", "static", "compact"]
+
+
 def test_the_marker_survives_copies():
     from sglang_adaptive.activation import Marker
 

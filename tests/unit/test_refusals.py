@@ -11,8 +11,6 @@ from test_activation import run
 from sglang_adaptive import ALGORITHM
 
 OPTIONS = {
-    "LoRA by paths": {"lora_paths": ["name=/nowhere"]},
-    "LoRA by switch": {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj"]},
     "two-batch overlap": {"enable_two_batch_overlap": True},
     "pipeline parallelism": {"pp_size": 2},
     "data-parallel attention": {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2},
@@ -24,8 +22,6 @@ OPTIONS = {
     "unpadded CUDA graphs": {"disable_cuda_graph_padding": True},
 }
 WORDS = {
-    "LoRA by paths": "LoRA adapters",
-    "LoRA by switch": "LoRA adapters",
     "disaggregated decode": "prefill/decode disaggregation",
     "disaggregated prefill": "prefill/decode disaggregation",
 }
