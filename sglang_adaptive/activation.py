@@ -64,11 +64,11 @@ def activate(found: Family) -> None:
     global _family
     from sglang_adaptive.guard import require
     from sglang_adaptive.options import Options
-    from sglang_adaptive.patches import adaptive, metrics, registry, request_row
+    from sglang_adaptive.patches import adaptive, decode_lengths, metrics, registry, request_row
 
     require()
     Options.from_env(os.environ)
-    registry.apply([*adaptive.PATCHES, *metrics.PATCHES, *request_row.PATCHES])
+    registry.apply([*adaptive.PATCHES, *metrics.PATCHES, *request_row.PATCHES, *decode_lengths.PATCHES])
     _family = found
 
 

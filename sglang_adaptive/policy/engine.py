@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.correction import CostCorrection, corrected
 from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.explore import TierExplorer
-from sglang_adaptive.policy.modes import ModeTimes, PlainLook
+from sglang_adaptive.policy.modes import PLAIN, TRIMMED, WHOLE, Look, ModeTimes, mode_of
 from sglang_adaptive.policy.profile import SurvivalProfile
 from sglang_adaptive.policy.rate import BUCKETS, RunningRate
 from sglang_adaptive.policy.saturation import SaturationGate
@@ -33,6 +34,9 @@ Bools = NDArray[np.bool_]
 Ints = NDArray[np.integer]
 
 LOOK = "no draft: look what a step takes without one"
+LOOK_WHOLE = "verify everything: look what such a step takes"
+LOOK_TRIMMED = "trimmed: look what such a step takes"
+WHOLE_IS_FASTER = "verify everything: a step that trims takes longer than the trim saves"
 EXPLORE = "verify everything: look at what was trimmed for long"
 EXPLORE_TIER = "explore: measure a tier whose cost is only believed"
 # A corrected table is put into force only when it moved by more than this; each change rebuilds the tables.
@@ -64,7 +68,8 @@ class Engine:
         self.invalid_requests = 0
         self.steps = 0
         self._profiled = cost
-        self._modes, self._look = ModeTimes(), PlainLook(config.look_steps)
+        self._modes, self._look = ModeTimes(), Look(config.look_steps)
+        self._look_whole, self._look_trimmed = Look(config.look_steps), Look(config.look_steps)
         self._modes_in_force = np.zeros(modes.SIZE)
         self._correction = CostCorrection(cost, config.forget_steps)
         self._correction_in_force = CostCorrection.neutral(cost)
@@ -95,6 +100,8 @@ class Engine:
 
         # 2. How much of it pays.
         decision = self._best_drafting(alive, non_draft_tokens, kv_tokens, weights)
+        if self._compares and not decision.uniform:
+            decision = self._trimmed_or_whole(decision, alive, non_draft_tokens, kv_tokens)
 
         # 3. Whether drafting pays at all.
         if self.config.skip_draft and self.cost.is_informative and self.profile.mean is not None:
@@ -208,10 +215,39 @@ class Engine:
             previous=self._previous,
         )
 
+    @property
+    def _compares(self) -> bool:
+        return bool(self.config.look_steps) and self.config.correct_costs and self.cost.is_informative
+
+    def _trimmed_or_whole(self, trimmed: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
+        """Compare the best trim with verifying everything by what such steps were measured to take, where both were."""
+        requests = alive.shape[0]
+        whole = verify_all(alive, self.cost, non_draft_tokens, kv_tokens, WHOLE_IS_FASTER, self.config.max_len)
+        if not whole.uniform:
+            return trimmed
+
+        def measured_ms(decision: Decision, mode: int) -> float:
+            tokens, rows = non_draft_tokens + decision.budget, requests + decision.budget
+            seen = modes.factor(self._modes_in_force, mode, requests)
+            return seen * self._profiled.point_ms(requests, tokens, rows, kv_tokens)
+
+        trimmed_ms, whole_ms = measured_ms(trimmed, TRIMMED), measured_ms(whole, WHOLE)
+        advantage = trimmed.expected_tokens / (trimmed_ms or trimmed.predicted_ms)
+        advantage /= whole.expected_tokens / (whole_ms or whole.predicted_ms)
+        if self.gate.skipping:
+            # Nothing is drafted but in probes: those are the looks.
+            return whole if not whole_ms or (trimmed_ms and advantage < 1.0) else trimmed
+        if trimmed_ms and whole_ms and advantage < 1.0:
+            due = self._look_trimmed.due(requests, 1.0 / advantage)
+            return replace(trimmed, reason=LOOK_TRIMMED) if due else whole
+        due = self._look_whole.due(requests, advantage)
+        return replace(whole, reason=LOOK_WHOLE) if due else trimmed
+
     def _draft_or_not(self, drafting: Decision, requests: int, non_draft_tokens: int, kv_tokens: float) -> Decision:
         """Compare both modes by what their steps were measured to take, where they were, else by the table."""
         draft_ms, profile = drafting.predicted_ms, self._profiled
-        drafted, plain = modes.factors(self._modes_in_force, requests)
+        drafted = modes.factor(self._modes_in_force, WHOLE if drafting.uniform else TRIMMED, requests)
+        plain = modes.factor(self._modes_in_force, PLAIN, requests)
         if drafted:
             tokens, rows = non_draft_tokens + drafting.budget, requests + drafting.budget
             draft_ms = drafted * profile.point_ms(requests, tokens, rows, kv_tokens)
@@ -289,7 +325,8 @@ class Engine:
         self._rate.observe(requests, committed_tokens, step_ms, predicted)
         if self.config.correct_costs:
             profiled = self._profiled.point_ms(requests, tokens, rows, kv_tokens, drafted)
-            self._modes.observe(requests, drafted, step_ms, profiled)
+            mode = mode_of(drafted, draft_tokens == requests * self.gamma)
+            self._modes.observe(requests, mode, step_ms, profiled)
         if self.config.correct_costs and drafted:
             self._correction.observe(requests, non_draft_tokens, draft_tokens, kv_tokens, drafted, step_ms)
 

@@ -1,9 +1,10 @@
-"""What a step with a draft and a step without one really take, for the choice between the two.
+"""What a step without a draft, one that verifies everything and one that trims really take, to choose between them.
 
-A step has host work between its graphs that no profile of the device sees, and a drafting step has several times as
-much of it as a plain one. The correction of the cost table cannot tell them apart, since both use the same tiers. So
-the measured time is compared with the profiled one for either mode on its own, and a mode that is never chosen is
-looked at now and then.
+A step has host work between its graphs that no profile of the device sees. A drafting step has several times as much of
+it as a plain one, and one that trims half as much again as one that verifies everything, since its rows are packed. The
+correction of the cost table cannot tell them apart: all use the same tiers, and it never lets more tokens cost less. So
+the measured time is compared with the profiled one for each mode on its own, and a mode that is never chosen is looked
+at now and then.
 """
 
 from __future__ import annotations
@@ -26,46 +27,51 @@ _FIRST_INTERVAL = 32
 PRICE = 0.002
 # As many requests' next tokens weigh as much as all before them when the advantage of drafting is averaged.
 _CALM_REQUESTS = 32
-SIZE = 2 * BUCKETS
+PLAIN, WHOLE, TRIMMED = range(3)
+SIZE = 3 * BUCKETS
+
+
+def mode_of(drafted: bool, uniform: bool) -> int:
+    """PLAIN without a draft, WHOLE where everything is verified, else TRIMMED."""
+    return (WHOLE if uniform else TRIMMED) if drafted else PLAIN
 
 
 class ModeTimes:
     """Medians of measured over profiled step times, by mode and power of two of requests."""
 
     def __init__(self) -> None:
-        self._ratios = np.zeros((2, BUCKETS, WINDOW))
-        self._count = np.zeros((2, BUCKETS), np.int64)
+        self._ratios = np.zeros((3, BUCKETS, WINDOW))
+        self._count = np.zeros((3, BUCKETS), np.int64)
 
-    def observe(self, requests: int, drafted: bool, step_ms: float, profiled_ms: float) -> None:
+    def observe(self, requests: int, mode: int, step_ms: float, profiled_ms: float) -> None:
         """Count one step. Times that are not finite or not positive are dropped."""
         if not (np.isfinite(step_ms) and step_ms > 0 and profiled_ms > 0) or requests <= 0:
             return
-        mode, bucket = int(drafted), RunningRate.bucket(requests)
+        bucket = RunningRate.bucket(requests)
         self._ratios[mode, bucket, self._count[mode, bucket] % WINDOW] = step_ms / profiled_ms
         self._count[mode, bucket] += 1
 
     def state(self) -> Floats:
-        """[2 * BUCKETS] factors without a draft, then with one; 0 where too few steps were seen."""
-        factors = np.zeros((2, BUCKETS))
+        """[3 * BUCKETS] factors by mode and load; 0 where too few steps were seen."""
+        factors = np.zeros((3, BUCKETS))
         for mode, bucket in np.argwhere(self._count >= MIN_SAMPLES):
             seen = min(int(self._count[mode, bucket]), WINDOW)
             factors[mode, bucket] = np.clip(np.median(self._ratios[mode, bucket, :seen]), *_FACTOR_RANGE)
         return factors.reshape(-1)
 
 
-def factors(state: Floats, requests: int) -> tuple[float, float]:
-    """The factors of a ``ModeTimes.state`` for a batch, with a draft and without one; 0 where it is not known."""
-    bucket = RunningRate.bucket(requests)
-    return state.item(BUCKETS + bucket), state.item(bucket)
+def factor(state: Floats, mode: int, requests: int) -> float:
+    """The factor of a ``ModeTimes.state`` for a batch in one mode; 0 where it is not known."""
+    return state.item(mode * BUCKETS + RunningRate.bucket(requests))
 
 
-class PlainLook:
-    """Decides when a server that drafts takes ``LOOK_STEPS`` steps without a draft, to learn what they take.
+class Look:
+    """Decides when ``LOOK_STEPS`` steps are taken in another mode than the chosen one, to learn what they take.
 
-    At a load (power of two of requests) the first look comes after 32 drafting steps, the next after twice as many, and
-    so on up to ``longest_interval``; 0 never looks. A look also waits until what it is expected to cost is no more than
-    ``PRICE`` of the steps since the last one. Where drafting is clearly better that is long; where the measured time of
-    drafting steps puts it in doubt, a look costs next to nothing and comes early. Steps are its only clock.
+    At a load (power of two of requests) the first look comes after 32 steps in the chosen mode, the next after twice as
+    many, and so on up to ``longest_interval``; 0 never looks. A look also waits until what it is expected to cost is no
+    more than ``PRICE`` of the steps since the last one. Where the chosen mode is clearly better that is long; where the
+    measured times put it in doubt, a look costs next to nothing and comes early. Steps are its only clock.
     """
 
     def __init__(self, longest_interval: int) -> None:
@@ -78,8 +84,8 @@ class PlainLook:
         self._bucket = -1
 
     def due(self, requests: int, advantage: float) -> bool:
-        """Whether this step, which would draft, should be one without; called once for each such step. ``advantage``
-        of drafting: tokens per ms with a draft over those without, as far as is known."""
+        """Whether this step should be one of the other mode; called once for each step in the chosen one. ``advantage``
+        of the chosen mode: its tokens per ms over those of the other, as far as is known."""
         if not self.longest or not advantage > 0:
             return False
         bucket = RunningRate.bucket(requests)

@@ -97,6 +97,7 @@ class AdaptiveEagleWorker(AdaptiveServing, host.EAGLEWorkerV2):
         # With overlap the device still runs the step before; the scheduler has no earlier place for EAGLE.
         planner, prefix_lens = self.planner, batch.seq_lens
         planner.size(batch)
+        planner.begin_step()
 
         def publish(new_seq_lens: torch.Tensor) -> None:
             if planner.decision is not None:

@@ -186,6 +186,11 @@ class StepPlanner:
                 coefficients = torch.from_numpy(self._engine.calibration.coefficients.astype(np.float32))
                 self._calibration = async_h2d(coefficients, self.device)
 
+    def begin_step(self) -> None:
+        """The step that was sized is about to be launched."""
+        if self.decision is not None:
+            self._relay.begin()
+
     # -- after the draft --
 
     @property

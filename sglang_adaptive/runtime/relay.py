@@ -34,7 +34,7 @@ class StepRecord:
         confidence: [R, K] float32 live confidences; None for a step that did not draft.
         verify_lens: [R] int64 verified tokens, the anchor included.
         commit_lens: [R] int64 committed tokens, the bonus token included.
-        step_ms: time since the step before it, in ms; None where that was no decode step.
+        step_ms: time since the step before it, in ms; where that was no decode step, since this one was launched.
         decision: what the policy had decided for it.
         tier: tokens of the graph that it ran in; 0 where that is not known.
         extra: [R, extra] float32 columns for the trace, where it is on.
@@ -96,6 +96,7 @@ class _Flight:
     generations: np.ndarray
     kv_tokens: float
     landing: _Landing | None
+    start: Any
     mark: Any
     decision: Any
     tier: int
@@ -122,9 +123,16 @@ class StepRelay:
         depth = lag + 2
         self._landings = deque(_Landing(max_requests, gamma, extra, self._cuda) for _ in range(depth))
         self._flights: deque[_Flight] = deque()
-        # A mark is read when the step after it is collected, so one more than the flights is in use.
-        self._marks = deque(torch.cuda.Event(enable_timing=True) for _ in range(depth + 2)) if self._cuda else None
+        # A mark is read when the step after it is collected, so one more than the flights is in use; and two a step.
+        self._marks = deque(torch.cuda.Event(enable_timing=True) for _ in range(2 * depth + 4)) if self._cuda else None
         self._last: _Flight | None = None
+        self._start: Any = None
+
+    def begin(self) -> None:
+        """A decode step is about to be launched."""
+        if self._start is not None and self._marks is not None:
+            self._marks.append(self._start)
+        self._start = self._mark()
 
     def publish(
         self,
@@ -145,7 +153,7 @@ class StepRelay:
         All of them are None for a step that did not draft: one token each, so there is nothing to copy. ``verify_lens``
         is None where all K + 1 tokens were verified.
         """
-        landing = None
+        landing, start, self._start = None, self._start, None
         if confidence is not None:
             if not self._landings:
                 raise RuntimeError("a step was published before the earlier ones were collected")
@@ -156,7 +164,9 @@ class StepRelay:
                 commit_lens=commit_lens,
                 extra=extra,
             )
-        self._flights.append(_Flight(iteration, slots, generations, kv_tokens, landing, self._mark(), decision, tier))
+        self._flights.append(
+            _Flight(iteration, slots, generations, kv_tokens, landing, start, self._mark(), decision, tier)
+        )
 
     def _mark(self) -> Any:
         if self._marks is None:
@@ -166,19 +176,18 @@ class StepRelay:
         return mark
 
     def _step_ms(self, flight: _Flight) -> float | None:
-        """Time between the marks of this step and the one before it, if no other forward ran in between."""
+        """From the mark of the step before to this one's; from this one's start if another forward ran in between."""
         last, self._last = self._last, flight
-        if last is None:
-            return None
+        follows = last is not None and last.iteration == flight.iteration - 1
+        since = last.mark if last is not None and follows else flight.start
         ms = None
-        if last.iteration == flight.iteration - 1:
-            if self._marks is None:
-                ms = (flight.mark - last.mark) * 1e3
-            else:
-                flight.mark.synchronize()
-                ms = last.mark.elapsed_time(flight.mark)
+        if since is not None and self._marks is None:
+            ms = (flight.mark - since) * 1e3
+        elif since is not None:
+            flight.mark.synchronize()
+            ms = since.elapsed_time(flight.mark)
         if self._marks is not None:
-            self._marks.append(last.mark)
+            self._marks.extend(mark for mark in (flight.start, None if last is None else last.mark) if mark is not None)
         return ms
 
     def collect(self, iteration: int) -> list[StepRecord]:

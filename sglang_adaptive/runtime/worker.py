@@ -62,6 +62,7 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
         if get_schedule().disable_overlap_schedule:
             # The overlapping scheduler sizes before it launches; without it there is no earlier place than this.
             planner.size(batch)
+        planner.begin_step()
 
         def publish(new_seq_lens: torch.Tensor, confidence: torch.Tensor | None = None) -> None:
             if planner.decision is not None:

@@ -81,3 +81,16 @@ def test_publishing_without_collecting_is_an_error_not_an_overwrite():
         publish(steps, iteration, [1], [1], 0.5)
     with pytest.raises(RuntimeError, match="collected"):
         publish(steps, 99, [1], [1], 0.5)
+
+
+def test_a_step_after_another_forward_is_timed_from_its_own_start(monkeypatch):
+    clock = iter([10.0, 10.004, 10.010, 20.000, 20.006])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    steps = relay(SYNC_LAG)
+    steps.begin()
+    publish(steps, 1, [1], [1], 0.5)
+    publish(steps, 2, [1], [1], 0.5)  # 6 ms after the step before
+    steps.begin()
+    publish(steps, 4, [1], [1], 0.5)  # a prefill ran in between
+    times = [record.step_ms for record in steps.collect(9)]
+    assert times == pytest.approx([4.0, 6.0, 6.0])

@@ -7,10 +7,21 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from sglang_adaptive.policy.budget import Decision
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.cost import CostModel, VerifySample
-from sglang_adaptive.policy.engine import LOOK, Engine
-from sglang_adaptive.policy.modes import LOOK_STEPS, MIN_SAMPLES, ModeTimes, PlainLook, factors
+from sglang_adaptive.policy.engine import LOOK, LOOK_WHOLE, WHOLE_IS_FASTER, Engine
+from sglang_adaptive.policy.modes import (
+    LOOK_STEPS,
+    MIN_SAMPLES,
+    PLAIN,
+    TRIMMED,
+    WHOLE,
+    Look,
+    ModeTimes,
+    factor,
+    mode_of,
+)
 from sglang_adaptive.policy.rate import BUCKETS
 
 GAMMA = 7
@@ -82,18 +93,18 @@ def test_without_measured_times_it_never_looks():
 
 
 def test_a_look_comes_after_32_steps_then_after_twice_as_many_and_each_load_has_its_own():
-    look = PlainLook(longest_interval=64)
+    look = Look(longest_interval=64)
     due = [step for step in range(400) if look.due(5, 1.0)]
     starts = [step for step in due if step - 1 not in due]
     assert len(due) == len(starts) * LOOK_STEPS
     assert starts[0] == 32 and all(b - a == 64 + LOOK_STEPS for a, b in pairwise(starts))
     assert not look.due(1, 1.0)
-    assert not any(PlainLook(0).due(5, 1.0) for _ in range(200))
+    assert not any(Look(0).due(5, 1.0) for _ in range(200))
 
 
 def test_a_look_waits_until_it_is_a_small_share_of_the_steps():
     """Drafting twice as good: 12 steps at half the output are 6 lost ones, 0.2 % of 3000."""
-    look = PlainLook(longest_interval=64)
+    look = Look(longest_interval=64)
     due = [step for step in range(7000) if look.due(5, 2.0)]
     assert len(due) == 2 * LOOK_STEPS and due[0] == 2999
     assert look.due(1, 0.5) is False and [look.due(1, 0.5) for _ in range(32)][-1]
@@ -102,9 +113,90 @@ def test_a_look_waits_until_it_is_a_small_share_of_the_steps():
 def test_medians_are_not_moved_by_odd_times_and_unknown_is_zero():
     times = ModeTimes()
     for ms in [3.0] * MIN_SAMPLES + [900.0]:
-        times.observe(4, True, ms, 2.0)
+        times.observe(4, WHOLE, ms, 2.0)
     for bad in (float("nan"), float("inf"), 0.0, -1.0):
-        times.observe(4, True, bad, 2.0)
+        times.observe(4, WHOLE, bad, 2.0)
     state = times.state()
-    assert factors(state, 4) == (1.5, 0.0) and factors(state, 64) == (0.0, 0.0)
-    assert state.size == 2 * BUCKETS
+    assert [factor(state, mode, 4) for mode in (PLAIN, WHOLE, TRIMMED)] == [0.0, 1.5, 0.0]
+    assert factor(state, WHOLE, 64) == 0.0 and state.size == 3 * BUCKETS
+    assert [mode_of(False, False), mode_of(True, True), mode_of(True, False)] == [PLAIN, WHOLE, TRIMMED]
+
+
+def packed(packing_ms: float, chance: float, steps: int = 2500):
+    """A server of 32 requests whose trimmed steps take ``packing_ms`` longer: reasons by step, and the rate over that
+    of never trimming."""
+    rng = np.random.default_rng(7)
+    verify = [VerifySample(tokens, 512, 4.0 + 0.01 * tokens) for tokens in (8, 64, 128, 256, 2048)]
+    cost = CostModel.from_samples(verify, [(1, 1.0), (256, 1.6)], [(1, 0.05), (2048, 0.1)], capture_limit=2048)
+    engine = Engine(PolicyConfig(skip_draft=False), cost, GAMMA)
+    confidence, requests = np.full((32, GAMMA), chance), 32
+    reasons, tokens, ms = [], 0.0, 0.0
+    for step in range(steps):
+        fresh = np.full(requests, step > 1)
+        decision = engine.size(confidence, requests=requests, non_draft_tokens=requests, kv_tokens=512.0, fresh=fresh)
+        reasons.append(decision.reason)
+        verified = np.full(requests, decision.budget // requests)
+        accepted = np.minimum(np.cumprod(rng.random((requests, GAMMA)) < chance, axis=1).sum(axis=1), verified)
+        drafts = int(verified.sum())
+        took = cost.point_ms(requests, requests + drafts, requests + drafts, 512.0)
+        took = (took + packing_ms * (not decision.uniform)) * rng.uniform(0.98, 1.02)
+        engine.observe(
+            requests=requests,
+            non_draft_tokens=requests,
+            draft_tokens=drafts,
+            kv_tokens=512.0,
+            committed_tokens=int(accepted.sum()) + requests,
+            step_ms=took,
+            confidence=confidence,
+            verified=verified,
+            accepted=accepted,
+        )
+        if step >= steps // 3:
+            tokens += accepted.sum() + requests
+            ms += took
+    whole_ms = cost.point_ms(requests, requests * (1 + GAMMA), requests * (1 + GAMMA), 512.0)
+    whole = requests * (1 + np.cumprod(np.full(GAMMA, chance)).sum()) / whole_ms
+    return reasons, tokens / ms / whole
+
+
+def test_trims_that_cost_more_than_they_save_are_left_out():
+    reasons, rate = packed(packing_ms=2.5, chance=0.6)
+    assert all(reason.startswith("verify everything") for reason in reasons[1000:])
+    assert rate > 0.985
+
+
+def test_trims_that_pay_go_on_and_the_other_mode_is_seldom_looked_at():
+    reasons, rate = packed(packing_ms=0.0, chance=0.6)
+    assert 0 < reasons.count(LOOK_WHOLE) <= 8 * LOOK_STEPS and WHOLE_IS_FASTER not in reasons
+    assert rate > 1.03
+
+
+def measured(engine, mode_ms, requests=32, steps=MIN_SAMPLES):
+    """Let ``engine`` see steps of 32 requests: {(drafted, draft tokens): ms}."""
+    for (drafted, drafts), ms in mode_ms.items():
+        for _ in range(steps):
+            engine.observe(
+                requests=requests,
+                non_draft_tokens=requests,
+                draft_tokens=drafts,
+                kv_tokens=512.0,
+                committed_tokens=requests,
+                step_ms=ms,
+                drafted=drafted,
+            )
+    engine.apply_measured(engine.measured_state())
+
+
+def test_a_server_that_stopped_drafting_probes_what_it_never_measured():
+    """Trimmed steps do not pay. Whether those that verify everything do, nobody has seen yet."""
+    engine = Engine(PolicyConfig(), profiled(), GAMMA)
+    engine.gate.skipping = True
+    engine.profile.observe(np.tile(0.5 ** np.arange(1, 8), (32, 1)), rare=False)
+    alive = np.tile(0.5 ** np.arange(1, 8), (32, 1))
+    measured(engine, {(False, 0): 5.3, (True, 60): 7.7})
+    trimmed = Decision(60, True, False, 50.0, 4.0, "trimmed")
+    assert engine._trimmed_or_whole(trimmed, alive, 32, 512.0).uniform
+    measured(engine, {(True, 7 * 32): 5.3})
+    assert engine._trimmed_or_whole(trimmed, alive, 32, 512.0).reason == WHOLE_IS_FASTER
+    measured(engine, {(True, 7 * 32): 20.0}, steps=16)
+    assert engine._trimmed_or_whole(trimmed, alive, 32, 512.0) is trimmed
