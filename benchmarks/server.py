@@ -53,13 +53,19 @@ class Server:
                 preexec_fn=_die_with_parent,
             )
 
+    @property
+    def age(self) -> float:
+        """Seconds since it was started."""
+        return time.monotonic() - self._began
+
     def wait_ready(self, timeout: float) -> None:
-        """Block until /health answers 200; raises ServerFailed when the process ends or after ``timeout`` s."""
-        while time.monotonic() - self._began < timeout:
+        """Block until /health answers 200; raises ServerFailed when the process ends, or is not ready ``timeout`` s
+        after it was started."""
+        while self.age < timeout:
             if not self.running():
                 raise ServerFailed(f"the server ended with status {self._process.returncode}:\n{self.tail()}")
             if self._healthy():
-                self.start_seconds = time.monotonic() - self._began
+                self.start_seconds = self.age
                 return
             time.sleep(0.5)
         raise ServerFailed(f"the server was not ready after {timeout:g} s:\n{self.tail()}")

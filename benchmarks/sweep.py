@@ -107,7 +107,8 @@ class Run:
     def _wait(self, server: Server) -> None:
         """Wait for the server, but not beyond this invocation's time: then it has not failed."""
         try:
-            server.wait_ready(min(self.sweep.start_timeout, self.time_left()))
+            # The server counts from its start, which for one of a group may be long ago.
+            server.wait_ready(min(self.sweep.start_timeout, server.age + self.time_left()))
         except ServerFailed:
             self._check_time(0.0)
             raise
