@@ -6,6 +6,7 @@ import os
 
 PLATFORM_CLASS = "sglang_adaptive.platform_cpu.platform.AdaptiveCpuPlatform"
 ATTENTION_BACKEND = "adaptive_cpu"
+LORA_BACKEND = "torch_native"
 
 
 def accelerator_visible() -> bool:

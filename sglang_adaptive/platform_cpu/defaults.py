@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_adaptive.platform_cpu import ATTENTION_BACKEND
+from sglang_adaptive.errors import AdaptiveError
+from sglang_adaptive.platform_cpu import ATTENTION_BACKEND, LORA_BACKEND
 
 MAX_TOTAL_TOKENS = 65536
 MAX_RUNNING_REQUESTS = 64
@@ -53,7 +54,11 @@ def apply(server_args: Any) -> None:
         server_args.speculative_draft_attention_backend = ATTENTION_BACKEND
     # The host's default is a GPU's.
     if server_args.lora_backend == "csgmv":
-        server_args.lora_backend = "torch_native"
+        server_args.lora_backend = LORA_BACKEND
+    elif server_args.lora_backend != LORA_BACKEND and (server_args.enable_lora or server_args.lora_paths):
+        raise AdaptiveError(
+            f"The CPU platform applies LoRA adapters in torch: drop --lora-backend {server_args.lora_backend}."
+        )
     # A sliding window is a mask here, not a pool of its own.
     server_args.disable_hybrid_swa_memory = True
     export_environment(server_args.tp_size * server_args.dp_size * server_args.pp_size)

@@ -14,8 +14,6 @@ from sglang_adaptive.platform_cpu.attention import query_and_key_lengths
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-BACKEND = "torch_native"
-
 
 def segments(weight_indices: list[int], q_lens: list[int]) -> tuple[list[int], list[int]]:
     """Neighbouring requests of one adapter joined: the adapter's index and the rows of each run."""

@@ -13,7 +13,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
 from sglang_adaptive.patches import cpu_arguments, registry
-from sglang_adaptive.platform_cpu import ATTENTION_BACKEND, defaults, kernels
+from sglang_adaptive.platform_cpu import ATTENTION_BACKEND, LORA_BACKEND, defaults, kernels
 
 
 class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -92,9 +92,9 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
             from sglang.srt.lora.backend.lora_registry import register_lora_backend
 
             from sglang_adaptive.patches import cpu_lora
-            from sglang_adaptive.platform_cpu.lora import BACKEND, AdaptiveCpuLora
+            from sglang_adaptive.platform_cpu.lora import AdaptiveCpuLora
 
             registry.apply(cpu_lora.PATCHES)
-            register_lora_backend(BACKEND)(lambda: AdaptiveCpuLora)
+            register_lora_backend(LORA_BACKEND)(lambda: AdaptiveCpuLora)
         if get_spec().speculative_algorithm is not None:
             registry.apply([*cpu_kernels.PATCHES, *cpu_worker.PATCHES, *cpu_eagle.PATCHES])

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
 
 from sglang_adaptive import platform_cpu
+from sglang_adaptive.errors import AdaptiveError
 from sglang_adaptive.platform_cpu import defaults
 from sglang_adaptive.platform_cpu.pool import lazy_zeros
 
@@ -45,6 +46,9 @@ def arguments(**changes):
         "max_running_requests": None,
         "speculative_draft_attention_backend": None,
         "disable_hybrid_swa_memory": False,
+        "lora_backend": "csgmv",
+        "enable_lora": None,
+        "lora_paths": None,
         "tp_size": 1,
         "dp_size": 1,
         "pp_size": 1,
@@ -68,6 +72,7 @@ def test_defaults(environment):
     assert args.max_total_tokens == defaults.MAX_TOTAL_TOKENS
     assert args.max_running_requests == defaults.MAX_RUNNING_REQUESTS
     assert args.speculative_draft_attention_backend == platform_cpu.ATTENTION_BACKEND
+    assert args.lora_backend == "torch_native"
     assert args.cuda_graph_config.decode.backend == Backend.DISABLED
     assert args.cuda_graph_config.prefill.backend == Backend.DISABLED
 
@@ -84,6 +89,13 @@ def test_what_the_user_says_stands(environment):
     defaults.apply(args)
     assert {name: getattr(args, name) for name in said} == said
     assert environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_adapters_with_kernels_of_gpus_are_refused(environment):
+    with pytest.raises(AdaptiveError, match="drop --lora-backend triton"):
+        defaults.apply(arguments(lora_backend="triton", lora_paths=["a=/nowhere"]))
+    defaults.apply(arguments(lora_backend="triton"))
+    defaults.apply(arguments(lora_backend="torch_native", enable_lora=True))
 
 
 @pytest.mark.parametrize(
