@@ -30,6 +30,8 @@ from sglang_adaptive.policy.cost import CostModel, CostTableError, VerifySample
 logger = logging.getLogger(__name__)
 
 REPLAYS = 5
+# A long call is timed less often: its time varies less.
+LEAST_REPLAYS, ENOUGH_MS = 3, 30.0
 DRAFT_KV = 128
 # Tokens in the KV cache of a step: each size is timed at the two that about these many per request come to.
 KV_GRID = tuple(1024 * 4**power for power in range(8))
@@ -208,8 +210,9 @@ class _Timer:
     def _time(self, kind: str, count: int, kv_length: int) -> list[float]:
         call = self._calls[kind](count, kv_length)
         call()
-        times = []
-        for _ in range(REPLAYS):
+        times: list[float] = []
+        # Ranks must replay alike: rank 0 says how often.
+        while _broadcast(len(times) < REPLAYS and (len(times) < LEAST_REPLAYS or sum(times) < ENOUGH_MS)):
             self._synchronize()
             started = time.perf_counter()
             call()
