@@ -60,13 +60,15 @@ class Server:
 
     def wait_ready(self, timeout: float) -> None:
         """Block until /health answers 200; raises ServerFailed when the process ends, or is not ready ``timeout`` s
-        after it was started."""
-        while self.age < timeout:
+        after it was started. It is asked at least once."""
+        while True:
             if not self.running():
                 raise ServerFailed(f"the server ended with status {self._process.returncode}:\n{self.tail()}")
             if self._healthy():
                 self.start_seconds = self.age
                 return
+            if self.age >= timeout:
+                break
             time.sleep(0.5)
         raise ServerFailed(f"the server was not ready after {timeout:g} s:\n{self.tail()}")
 

@@ -24,7 +24,7 @@ from sglang_adaptive.runtime.penalties import Penalties
 def can_run(worker: Any, batch: Any) -> bool:
     """Whether nothing in the batch needs what only the host's full step does."""
     special = batch.has_grammar or batch.return_logprob or worker._need_mamba_verify_commit
-    return not special and batch.spec_info is not None
+    return not special and batch.spec_info is not None and worker.planner.serves(1)
 
 
 def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> GenerationBatchResult:
@@ -48,6 +48,9 @@ def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> Generat
     if seq_lens_cpu is not None:
         batch.seq_lens_cpu = seq_lens_cpu + 1
         batch.seq_lens_sum = int(seq_lens_sum) + requests
+    elif draft_input.nxt_kv_lens_cpu is not None:
+        # An upper bound, without which eager attention sizes its tables for the whole context.
+        batch.seq_lens_cpu, batch.seq_lens_sum = draft_input.nxt_kv_lens_cpu, int(draft_input.nxt_kv_lens_sum)
     verify_input = DFlashVerifyInput(
         draft_token=anchors,
         positions=window.positions_2d.view(-1),

@@ -73,7 +73,8 @@ class StepPlanner:
         """Make the graphs of steps in which every request has so many tokens; the host's must be there."""
         if self.ragged:
             self.widths = FixedWidths(self.model_runner, widths, self.gamma + 1)
-            self._skips_drafts = all(width in self.widths for width in widths if width == 1)
+            # A family that asks for no width of one packs its steps without a draft.
+            self._skips_drafts = all(self.serves(width) for width in widths if width == 1)
 
     def begin_serving(
         self, *, cost: CostModel, options: Options, max_requests: int, estimate: Estimate | None = None
@@ -119,7 +120,8 @@ class StepPlanner:
         """Whether this rank records a trace."""
         return options.trace is not None and get_parallel().tp_rank == 0
 
-    def _serves(self, width: int) -> bool:
+    def serves(self, width: int) -> bool:
+        """Whether there are attention and graphs for ``width`` tokens of every request."""
         return self.widths is not None and width in self.widths
 
     def see_draft(self, columns: torch.Tensor) -> None:
@@ -196,7 +198,7 @@ class StepPlanner:
     @property
     def in_fixed_width(self) -> bool:
         """Whether this step verifies K + 1 tokens of every request, with the graphs and the attention for that."""
-        return self.decision is not None and self.decision.uniform and self._serves(self.gamma + 1)
+        return self.decision is not None and self.decision.uniform and self.serves(self.gamma + 1)
 
     def fixed_width(self) -> AbstractContextManager[None]:
         """What the step's verification must run in."""

@@ -14,13 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 logger = logging.getLogger(__name__)
 
-# What a second set of graphs and its attention's buffers may take; with less left, packed graphs serve every step.
-LEAST_FREE_BYTES = 3 << 30
+# What must be left on the GPU besides the new attentions' tables; with less, packed graphs serve every step.
+RESERVE_BYTES = 3 << 30
+# Page tables of an attention: at most so many, four bytes for each request and page.
+_TABLES = 7
 
 
 class FixedWidths:
@@ -34,16 +37,21 @@ class FixedWidths:
         self._runner = model_runner
         self._sets: dict[int, tuple[Any, Any]] = {}
         packed = model_runner.attn_backend, model_runner.decode_cuda_graph_runner
+        self._beside = packed[1]
+        self._aside: tuple[Any, Any] | None = None
+        reason = _unable(model_runner)
+        if reason is not None:
+            logger.warning("sglang_adaptive: %s, so all steps are packed, and drafting never stops.", reason)
+            return
         if torch.device(model_runner.device).type != "cuda":
             # The CPU platform's attention takes the width from the step.
             self._sets = dict.fromkeys(widths, packed)
             return
         in_graphs = packed[1] is not None and getattr(packed[1], "ragged_verify_mode", False)
-        if in_graphs and _least_free_bytes() < LEAST_FREE_BYTES:
+        if in_graphs and _least_free_bytes() < RESERVE_BYTES + len(widths) * _table_bytes(model_runner, packed[1]):
             logger.warning(
-                "sglang_adaptive: less than %d GiB of GPU memory are left: no graphs of fixed width, so steps that "
-                "verify everything cost a little more, and drafting never stops. A lower --mem-fraction-static helps.",
-                LEAST_FREE_BYTES >> 30,
+                "sglang_adaptive: too little GPU memory is left for graphs of fixed width, so all steps are packed, "
+                "and drafting never stops. A lower --mem-fraction-static helps."
             )
             return
         for width in widths:
@@ -66,18 +74,36 @@ class FixedWidths:
             runner.capture_tail_hooks = hooks
 
     def __contains__(self, width: object) -> bool:
-        return width in self._sets
+        # The host captures its graphs anew when it is told to after new weights: ours would compute with the old ones.
+        packed = self._runner.decode_cuda_graph_runner if self._aside is None else self._aside[1]
+        return width in self._sets and packed is self._beside
 
     @contextmanager
     def active(self, width: int) -> Iterator[None]:
         """Let the target verify ``width`` tokens of each request meanwhile."""
         runner = self._runner
-        packed = runner.attn_backend, runner.decode_cuda_graph_runner
+        self._aside = packed = runner.attn_backend, runner.decode_cuda_graph_runner
         runner.attn_backend, runner.decode_cuda_graph_runner = self._sets[width]
         try:
             yield
         finally:
             runner.attn_backend, runner.decode_cuda_graph_runner = packed
+            self._aside = None
+
+
+def _unable(model_runner: Any) -> str | None:
+    """Why a second attention or its graphs would not do what the first do; None where they would."""
+    if mambaish_config(model_runner.model_config) is not None:
+        return "The attention of a recurrent target keeps state of its own"
+    if getattr(model_runner.server_args, "forward_hooks", None):
+        return "--forward-hooks are in place already and must not be captured"
+    return None
+
+
+def _table_bytes(model_runner: Any, graphs: Any) -> int:
+    """What the tables of one more attention may take."""
+    context = int(model_runner.req_to_token_pool.req_to_token.shape[1])
+    return _TABLES * 4 * int(graphs.max_bs) * -(-context // max(int(model_runner.page_size or 1), 1))
 
 
 @contextmanager
