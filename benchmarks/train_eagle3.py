@@ -53,7 +53,7 @@ class Budget:
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The options; those of the toy run are replaced only where they are not given."""
-    parser = argparse.ArgumentParser(prog="train_eagle3", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m sglang_adaptive.benchmarks train_eagle3", description=__doc__)
     add = parser.add_argument
     add(
         "--target",
