@@ -28,8 +28,8 @@ PATCHES = [
             Edit(old="nxt_kv_lens_cpu_t[i] = nxt", new="nxt_row[i] = nxt"),
         ),
         names={"arrays": arrays},
-        why="Three elements of a tensor for each request take about 2 ms of every step at 256 requests on an H200's "
-        "host, a quarter of the step.",
+        why="Three elements of a tensor for each request take between 1 and 2 ms of every step at 256 requests on an "
+        "H200's host.",
         remove_when="the host fills these tensors at once",
     ),
 ]

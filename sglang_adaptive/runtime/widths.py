@@ -41,7 +41,7 @@ class FixedWidths:
         self._aside: tuple[Any, Any] | None = None
         reason = _unable(model_runner)
         if reason is not None:
-            logger.warning("sglang_adaptive: %s, so all steps are packed, and drafting never stops.", reason)
+            logger.warning("sglang_adaptive: %s, so all steps are packed, and with a DSpark draft drafting never stops.", reason)
             return
         if torch.device(model_runner.device).type != "cuda":
             # The CPU platform's attention takes the width from the step.
@@ -51,7 +51,7 @@ class FixedWidths:
         if in_graphs and _least_free_bytes() < RESERVE_BYTES + len(widths) * _table_bytes(model_runner, packed[1]):
             logger.warning(
                 "sglang_adaptive: too little GPU memory is left for graphs of fixed width, so all steps are packed, "
-                "and drafting never stops. A lower --mem-fraction-static helps."
+                "and with a DSpark draft drafting never stops. A lower --mem-fraction-static helps."
             )
             return
         for width in widths:
