@@ -41,7 +41,9 @@ class FixedWidths:
         self._aside: tuple[Any, Any] | None = None
         reason = _unable(model_runner)
         if reason is not None:
-            logger.warning("sglang_adaptive: %s, so all steps are packed, and with a DSpark draft drafting never stops.", reason)
+            logger.warning(
+                "sglang_adaptive: %s, so all steps are packed, and with a DSpark draft drafting never stops.", reason
+            )
             return
         if torch.device(model_runner.device).type != "cuda":
             # The CPU platform's attention takes the width from the step.
