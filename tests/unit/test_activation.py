@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from warm_python import run_code
 
 PRELUDE = """
     import os, pickle, sys
@@ -29,10 +28,10 @@ PRELUDE = """
 def run(script: str, pair) -> list[str]:
     """Run a script in a process of its own; returns what it printed after 'SAY '."""
     environment = {name: value for name, value in os.environ.items() if name != "SGLANG_RAGGED_VERIFY_MODE"}
-    command = [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(script), *map(str, pair)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [line[4:] for line in done.stdout.splitlines() if line.startswith("SAY ")]
+    code = textwrap.dedent(PRELUDE) + textwrap.dedent(script)
+    status, output, errors = run_code(code, [*map(str, pair)], environment)
+    assert status == 0, errors[-3000:]
+    return [line[4:] for line in output.splitlines() if line.startswith("SAY ")]
 
 
 def test_the_host_resolves_the_family_and_keeps_the_name(tiny_pair):
