@@ -19,7 +19,7 @@ LOW_LOAD = "verify everything: even worthless drafts cost less than the minimum 
 TRIMMED = "trimmed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Decision:
     """What one step does.
 
@@ -36,6 +36,27 @@ class Decision:
     predicted_ms: float
     reason: str
     gain: float = 0.0
+
+    def __init__(
+        self,
+        budget: int,
+        draft: bool,
+        uniform: bool,
+        expected_tokens: float,
+        predicted_ms: float,
+        reason: str,
+        gain: float = 0.0,
+    ) -> None:
+        # All fields at once: the generated one of a frozen class takes a call for each.
+        self.__dict__.update(
+            budget=budget,
+            draft=draft,
+            uniform=uniform,
+            expected_tokens=expected_tokens,
+            predicted_ms=predicted_ms,
+            reason=reason,
+            gain=gain,
+        )
 
     def at_cost(self, predicted_ms: float) -> Decision:
         """The same at another predicted cost; ``dataclasses.replace`` takes three times as long."""
@@ -120,7 +141,7 @@ def verify_all(
     requests, width = survival.shape
     most = min(width, width if max_len is None else max_len - 1)
     budget = requests * most
-    expected = float(requests + survival[:, :most].sum())
+    expected = float(requests + np.add.reduce(survival[:, :most], axis=None))
     ms = 0.0
     if cost.is_informative:
         ms = cost.point_ms(requests, non_draft_tokens + budget, requests + budget, kv_tokens)

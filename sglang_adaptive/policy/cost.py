@@ -7,6 +7,7 @@ that are no drafts (one anchor per request and mixed prefill tokens) and B draft
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,6 +36,14 @@ class VerifySample(NamedTuple):
     ms: float
 
 
+class _Context(NamedTuple):
+    """A context's KV segment and the place in it, and the costs that were asked for there."""
+
+    left: int
+    share: float
+    points: dict[tuple[int, int, int, bool], float]
+
+
 class CostTableError(ValueError):
     """A cost table that must not be used; the message is one sentence."""
 
@@ -59,7 +68,7 @@ class CostModel:
     overhead_ms: float = 0.0
     capture_limit: int | None = None
     _dense: dict[str, Floats] = field(default_factory=dict, init=False, repr=False)
-    _segment: dict[float, tuple[int, float]] = field(default_factory=dict, init=False, repr=False)
+    _contexts: dict[float, _Context] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
     def empty(overhead_ms: float = 0.0) -> CostModel:
@@ -131,16 +140,27 @@ class CostModel:
 
     def point_ms(self, requests: int, tokens: int, rows: int, kv_tokens: float, draft: bool = True) -> float:
         """Cost in ms of one step that verifies ``tokens`` in all and samples ``rows`` rows."""
-        total = self.verify_cost(tokens, kv_tokens) + self.overhead_ms
-        if self.sampling_points.size:
-            total += self._dense_table("sampling", rows + 1).item(rows)
-        return total + self.draft_cost(requests) if draft else total
+        # A step asks several times for one and the same point.
+        context = self._contexts.get(kv_tokens) or self._enter(kv_tokens)
+        point = requests, tokens, rows, draft
+        total = context.points.get(point)
+        if total is None:
+            total = self._verify_point(tokens, context) + self.overhead_ms
+            if self.sampling_points.size:
+                total += self._dense_table("sampling", rows + 1).item(rows)
+            if draft:
+                total += self.draft_cost(requests)
+            context.points[point] = total
+        return total
 
     def verify_cost(self, tokens: int, kv_tokens: float) -> float:
         """Cost in ms of the verify pass alone."""
+        return self._verify_point(tokens, self._contexts.get(kv_tokens) or self._enter(kv_tokens))
+
+    def _verify_point(self, tokens: int, context: _Context) -> float:
         if not self.tiers.size:
             return 0.0
-        dense, (left, share) = self._dense_table("verify", tokens + 1), self._context(kv_tokens)
+        dense, left, share = self._dense_table("verify", tokens + 1), context.left, context.share
         low: float = dense.item(left, tokens)
         return low if share == 0.0 else low + share * (dense.item(left + 1, tokens) - low)
 
@@ -175,24 +195,25 @@ class CostModel:
     def _captured(self) -> int:
         return 0 if self.capture_limit is None else int(np.searchsorted(self.tiers, self.capture_limit, side="right"))
 
-    def _context(self, kv_tokens: float) -> tuple[int, float]:
-        """The KV segment of ``kv_tokens`` and the place in it; the last segment goes on with its own slope."""
-        # A step asks several times for one and the same context.
-        known = self._segment.get(kv_tokens)
-        if known is not None:
-            return known
-        points, left, share = self.kv_points, 0, 0.0
-        if points.size > 1 and kv_tokens > points[0]:
-            left = min(int(points.searchsorted(kv_tokens, side="right")) - 1, points.size - 2)
+    @cached_property
+    def _kv_list(self) -> list[float]:
+        # One item of an array at a time is several times slower.
+        return list(self.kv_points.tolist())
+
+    def _enter(self, kv_tokens: float) -> _Context:
+        """Make ``kv_tokens`` the only context that is kept; beyond the last segment its slope goes on."""
+        points, left, share = self._kv_list, 0, 0.0
+        if len(points) > 1 and kv_tokens > points[0]:
+            left = min(bisect_right(points, kv_tokens) - 1, len(points) - 2)
             share = float((kv_tokens - points[left]) / (points[left + 1] - points[left]))
-        self._segment.clear()
-        self._segment[kv_tokens] = left, share
-        return left, share
+        self._contexts.clear()
+        context = self._contexts[kv_tokens] = _Context(left, share, {})
+        return context
 
     def _verify_at(self, kv_tokens: float, first: int, end: int) -> Floats:
         if not self.tiers.size:
             return np.zeros(end - first)
-        left, share = self._context(kv_tokens)
+        left, share, _ = self._contexts.get(kv_tokens) or self._enter(kv_tokens)
         low = self._dense_table("verify", end)[left, first:end]
         if share == 0.0:
             return np.array(low)

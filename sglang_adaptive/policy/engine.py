@@ -70,7 +70,8 @@ class Engine:
         self._profiled = cost
         self._modes, self._look = ModeTimes(), Look(config.look_steps)
         self._look_whole, self._look_trimmed = Look(config.look_steps), Look(config.look_steps)
-        self._modes_in_force = np.zeros(modes.SIZE)
+        # A list: one item of an array at a time is several times slower.
+        self._modes_in_force = [0.0] * modes.SIZE
         self._correction = CostCorrection(cost, config.forget_steps)
         self._correction_in_force = CostCorrection.neutral(cost)
         self._tiers = TierExplorer(cost.tiers, config.explore_steps, config.forget_steps)
@@ -158,7 +159,7 @@ class Engine:
         if state.size != BUCKETS + modes.SIZE + self._correction_in_force.size:
             raise ValueError(f"a measured state of {state.size} values does not belong to this engine's cost table")
         self._rates_in_force = state[:BUCKETS].copy()
-        self._modes_in_force = state[BUCKETS : BUCKETS + modes.SIZE].copy()
+        self._modes_in_force = state[BUCKETS : BUCKETS + modes.SIZE].tolist()
         news = state[BUCKETS + modes.SIZE :]
         if self.config.correct_costs and _differs(self._correction_in_force, news):
             self._correction_in_force = news.copy()
@@ -191,8 +192,10 @@ class Engine:
         return alive
 
     def _survival(self, confidence: Floats, within: tuple[float, float]) -> Floats:
-        likely = self.calibration.apply(confidence, within=within) if self.config.calibrate else confidence
-        return survival(likely, valid=within[0] >= 0.0 and within[1] <= 1.0)
+        valid = within[0] >= 0.0 and within[1] <= 1.0
+        if not self.config.calibrate or self.calibration.is_identity:
+            return survival(confidence, valid=valid)
+        return survival(self.calibration.apply(confidence, within=within), valid=valid, in_place=valid)
 
     def _best_drafting(
         self, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
@@ -222,16 +225,12 @@ class Engine:
     def _trimmed_or_whole(self, trimmed: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
         """Compare the best trim with verifying everything by what such steps were measured to take, where both were."""
         requests = alive.shape[0]
-        whole = verify_all(alive, self.cost, non_draft_tokens, kv_tokens, WHOLE_IS_FASTER, self.config.max_len)
-        if not whole.uniform:
+        if self._most < self.gamma:
             return trimmed
-
-        def measured_ms(decision: Decision, mode: int) -> float:
-            tokens, rows = non_draft_tokens + decision.budget, requests + decision.budget
-            seen = modes.factor(self._modes_in_force, mode, requests)
-            return seen * self._profiled.point_ms(requests, tokens, rows, kv_tokens)
-
-        trimmed_ms, whole_ms = measured_ms(trimmed, TRIMMED), measured_ms(whole, WHOLE)
+        whole = verify_all(alive, self.cost, non_draft_tokens, kv_tokens, WHOLE_IS_FASTER)
+        seen = modes.factors(self._modes_in_force, requests)
+        trimmed_ms = self._measured_ms(seen[TRIMMED], requests, non_draft_tokens, trimmed.budget, kv_tokens)
+        whole_ms = self._measured_ms(seen[WHOLE], requests, non_draft_tokens, whole.budget, kv_tokens)
         advantage = trimmed.expected_tokens / (trimmed_ms or trimmed.predicted_ms)
         advantage /= whole.expected_tokens / (whole_ms or whole.predicted_ms)
         if self.gate.skipping:
@@ -245,13 +244,12 @@ class Engine:
 
     def _draft_or_not(self, drafting: Decision, requests: int, non_draft_tokens: int, kv_tokens: float) -> Decision:
         """Compare both modes by what their steps were measured to take, where they were, else by the table."""
-        draft_ms, profile = drafting.predicted_ms, self._profiled
-        drafted = modes.factor(self._modes_in_force, WHOLE if drafting.uniform else TRIMMED, requests)
-        plain = modes.factor(self._modes_in_force, PLAIN, requests)
+        seen = modes.factors(self._modes_in_force, requests)
+        plain, drafted = seen[PLAIN], seen[WHOLE if drafting.uniform else TRIMMED]
+        draft_ms = drafting.predicted_ms
         if drafted:
-            tokens, rows = non_draft_tokens + drafting.budget, requests + drafting.budget
-            draft_ms = drafted * profile.point_ms(requests, tokens, rows, kv_tokens)
-        profiled_ms = profile.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
+            draft_ms = self._measured_ms(drafted, requests, non_draft_tokens, drafting.budget, kv_tokens)
+        profiled_ms = self._profiled.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
         if plain:
             plain_ms = plain * profiled_ms
         else:
@@ -264,6 +262,15 @@ class Engine:
             if self._look.due(requests, advantage):
                 return Decision(0, False, False, float(requests), plain_ms, LOOK)
         return decision
+
+    def _measured_ms(
+        self, factor: float, requests: int, non_draft_tokens: int, draft_tokens: int, kv_tokens: float
+    ) -> float:
+        """What a step that drafts was measured to take, by the ``factor`` of its mode; 0 where that is not known."""
+        if not factor:
+            return 0.0
+        tokens, rows = non_draft_tokens + draft_tokens, requests + draft_tokens
+        return factor * self._profiled.point_ms(requests, tokens, rows, kv_tokens)
 
     def _explore(self, decision: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
         if decision.budget == alive.shape[0] * self._most:

@@ -60,9 +60,9 @@ class ModeTimes:
         return factors.reshape(-1)
 
 
-def factor(state: Floats, mode: int, requests: int) -> float:
-    """The factor of a ``ModeTimes.state`` for a batch in one mode; 0 where it is not known."""
-    return state.item(mode * BUCKETS + RunningRate.bucket(requests))
+def factors(state: list[float], requests: int) -> list[float]:
+    """The factors of a ``ModeTimes.state`` for a batch, by mode; 0 where one is not known."""
+    return state[RunningRate.bucket(requests) :: BUCKETS]
 
 
 class Look:

@@ -9,6 +9,7 @@ _MEMORY_STEPS = 256.0
 _MIN_STEPS = 32.0
 _MAX_SLOWDOWN = 4.0
 BUCKETS = 16
+_MOST_REQUESTS = 1 << (BUCKETS - 1)
 
 
 class RunningRate:
@@ -40,4 +41,4 @@ class RunningRate:
 
     @staticmethod
     def bucket(requests: int) -> int:
-        return min(max(requests, 1).bit_length() - 1, BUCKETS - 1)
+        return requests.bit_length() - 1 if 0 < requests < _MOST_REQUESTS else BUCKETS - 1 if requests > 0 else 0

@@ -19,15 +19,16 @@ def all_valid(confidence: Floats) -> bool:
     return least >= 0.0 and largest <= 1.0
 
 
-def survival(confidence: Floats, *, valid: bool | None = None) -> Floats:
+def survival(confidence: Floats, *, valid: bool | None = None, in_place: bool = False) -> Floats:
     """Cumulative product along the draft positions.
 
     ``confidence`` is ``[requests, K]``, each the probability that a draft token is accepted given that all before it
     were. Returns ``[requests, K]`` float64, non-increasing along K and inside [0, 1]; in memory position by position. A
     value that is NaN, infinite or outside [0, 1] ends its own request: from that position on its survival is 0. Other
-    requests are not touched. ``valid`` is ``all_valid(confidence)``, where the caller knows it.
+    requests are not touched. ``valid`` is ``all_valid(confidence)``, where the caller knows it. ``in_place``: the
+    confidences are float64 and may be overwritten.
     """
-    alive = np.array(confidence.T, dtype=np.float64, order="C")
+    alive = confidence.T if in_place else np.array(confidence.T, dtype=np.float64, order="C")
     if not (all_valid(alive) if valid is None else valid):
         alive[~((alive >= 0.0) & (alive <= 1.0))] = 0.0
     # One position after the other is faster than an accumulate over either axis, and rounds the same way.

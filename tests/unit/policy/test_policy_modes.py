@@ -19,7 +19,7 @@ from sglang_adaptive.policy.modes import (
     WHOLE,
     Look,
     ModeTimes,
-    factor,
+    factors,
     mode_of,
 )
 from sglang_adaptive.policy.rate import BUCKETS
@@ -117,8 +117,8 @@ def test_medians_are_not_moved_by_odd_times_and_unknown_is_zero():
     for bad in (float("nan"), float("inf"), 0.0, -1.0):
         times.observe(4, WHOLE, bad, 2.0)
     state = times.state()
-    assert [factor(state, mode, 4) for mode in (PLAIN, WHOLE, TRIMMED)] == [0.0, 1.5, 0.0]
-    assert factor(state, WHOLE, 64) == 0.0 and state.size == 3 * BUCKETS
+    assert factors(state.tolist(), 4) == [0.0, 1.5, 0.0]
+    assert factors(state.tolist(), 64)[WHOLE] == 0.0 and state.size == 3 * BUCKETS
     assert [mode_of(False, False), mode_of(True, True), mode_of(True, False)] == [PLAIN, WHOLE, TRIMMED]
 
 
