@@ -104,7 +104,7 @@ ROWS = (
     Row(
         "`--disable-overlap-schedule`",
         EQUAL,
-        (f"{_SERVING}test_greedy_output_is_equal_in_other_modes",),
+        (f"{_SERVING}test_greedy_output_is_equal_without_overlap",),
     ),
     Row(
         "`--disable-cuda-graph`",

@@ -1,4 +1,8 @@
-"""Real servers for end-to-end tests."""
+"""Real servers for end-to-end tests.
+
+The first process of ``sglang.launch_server`` is a fork of the warm interpreter; its children start as they always do.
+Tests of other entry points, and a few of this one (``fresh``), start from nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from warm_python import warm_python
+
 from sglang_adaptive import ALGORITHM
 from sglang_adaptive.launch.client import Prompt
 from sglang_adaptive.launch.process import ServerProcess
 
 _NUMBERS = itertools.count()
+_MODULE = "sglang.launch_server"
 
 
 def speculative(draft: Path, algorithm: str = ALGORITHM) -> list[str]:
@@ -20,7 +27,23 @@ def speculative(draft: Path, algorithm: str = ALGORITHM) -> list[str]:
     return ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft)]
 
 
-class Server(ServerProcess):
+class _Process(ServerProcess):
+    """A server whose command, if it is that of ``sglang.launch_server``, is run by a fork of the warm interpreter."""
+
+    fresh = False
+
+    def start(self) -> None:
+        if self.fresh or self._command[1:3] != ["-m", _MODULE]:
+            super().start()
+            return
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.write_bytes(b"")
+        self._process = warm_python().start(
+            self._command[3:], self.log, self.log, module=_MODULE, environment=self._environment
+        )
+
+
+class Server(_Process):
     """Serves ``model`` inside a ``with`` block: ready at its start, without a trace at its end.
 
     ``arguments`` are further ones of ``sglang.launch_server``. The output goes to a file of its own in ``log_dir``.
@@ -90,8 +113,14 @@ def failed_start(
     log_dir: Path,
     environment: dict[str, str] | None = None,
     timeout_seconds: float = 300.0,
+    fresh: bool = False,
 ) -> tuple[int, str]:
-    """Exit status and output of a server that must not start. Raises subprocess.TimeoutExpired if it does not end."""
+    """Exit status and output of a server that must not start. Raises subprocess.TimeoutExpired if it does not end.
+
+    ``fresh``: in an interpreter of its own from the beginning.
+    """
     log = log_dir / f"server-{next(_NUMBERS)}.log"
-    with ServerProcess(["--model-path", str(model), *arguments], log, environment=environment) as process:
+    process = _Process(["--model-path", str(model), *arguments], log, environment=environment)
+    process.fresh = fresh
+    with process:
         return process.wait_exit(timeout_seconds), process.log_text()

@@ -16,25 +16,26 @@ TOKENS = 64
 
 
 @pytest.fixture(scope="session")
-def dear_costs(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Path:
-    """A cache folder whose cost table makes verified tokens dear, so that the policy trims."""
-    return costs.profiled(tmp_path_factory.mktemp("cache"), *tiny_pair, log_dir=log_dir)
-
-
-@pytest.fixture(scope="session")
-def adaptive_server(tiny_pair: tuple[Path, Path], dear_costs: Path, log_dir: Path) -> Iterator[Server]:
+def adaptive_server(
+    tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, log_dir: Path
+) -> Iterator[Server]:
     """The tiny pair under DSPARK_ADAPTIVE with overlap scheduling, trimming."""
     target, draft = tiny_pair
-    with Server(
-        target, *speculative(draft), "--sleep-on-idle", log_dir=log_dir, environment=costs.environment(dear_costs)
-    ) as server:
+    environment = costs.environment(tmp_path_factory.mktemp("cache"))
+    with Server(target, *speculative(draft), "--sleep-on-idle", log_dir=log_dir, environment=environment) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def expected_ids(tiny_plain_server: Server) -> list[list[int]]:
+def dear_costs(adaptive_server: Server) -> Path:
+    """The cache folder of the server above: its cost table makes verified tokens dear, so that the policy trims."""
+    return Path(adaptive_server._environment["SGLANG_ADAPTIVE_CACHE_DIR"])
+
+
+@pytest.fixture(scope="session")
+def expected_ids(exact_plain_server: Server) -> list[list[int]]:
     """Greedy continuations of PROMPTS without speculation."""
-    return tiny_plain_server.greedy_ids(PROMPTS, TOKENS)
+    return exact_plain_server.greedy_ids(PROMPTS, TOKENS)
 
 
 @pytest.fixture(scope="session")

@@ -81,7 +81,7 @@ def events(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, An
 def borrow_costs(folder: Path, into: Path, **facts: Any) -> Path:
     """A cache folder with the cost table of ``folder``, as if it had been profiled on a server with other ``facts``.
 
-    The table is the folder's oldest, which the pair's plain server left: servers with other facts add theirs later.
+    The table is the folder's oldest, left by the server that came first: servers with other facts add theirs later.
     """
     source = min(folder.glob("cost-*.json"), key=lambda path: path.stat().st_mtime_ns)
     table = json.loads(source.read_text())

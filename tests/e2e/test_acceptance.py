@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import costs
 import numpy as np
 import pytest
 from server import Server, speculative
@@ -17,7 +17,6 @@ from sglang_adaptive.benchmarks.acceptance import Fates, request_key
 pytestmark = pytest.mark.e2e
 
 FILE = Path(acceptance.__file__).parent / "acceptance_files" / "code-weak.toml"
-DRIFT = Path(__file__).parent / "drift"
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(10, 1000, RNG.integers(8, 24)).tolist() for _ in range(24)]
 TOKENS = 120
@@ -71,14 +70,7 @@ def test_the_hosts_fixed_length_meets_exactly_the_stated_fates(tmp_path, log_dir
 
 
 def test_ours_trims_by_the_simulated_confidences_and_loses_few_tokens(tmp_path, log_dir):
-    environment = {
-        "SGLANG_ADAPTIVE_CACHE_DIR": str(tmp_path),
-        "SGLANG_ADAPTIVE_SKIP_DRAFT": "off",
-        "SGLANG_ADAPTIVE_COST_CORRECTION": "off",
-        "ADAPTIVE_TEST_COSTS": "dear",
-        "PYTHONPATH": os.pathsep.join([str(DRIFT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
-    with simulating("DSPARK_ADAPTIVE", tmp_path, log_dir, **environment) as server:
+    with simulating("DSPARK_ADAPTIVE", tmp_path, log_dir, **costs.environment(tmp_path)) as server:
         server.generate(PROMPTS, TOKENS, temperature=1.0, ignore_eos=True)
         state = server.adaptive_state()
     assert state["decisions"]["trimmed"] > 50, state["decisions"]

@@ -9,9 +9,9 @@ from tiny_pair import faulty_draft
 pytestmark = pytest.mark.e2e
 
 
-def refused(target, *arguments, log_dir, environment=None) -> str:
+def refused(target, *arguments, log_dir, environment=None, fresh=False) -> str:
     """Start a server that must refuse; returns its one line."""
-    status, output = failed_start(target, *arguments, log_dir=log_dir, environment=environment)
+    status, output = failed_start(target, *arguments, log_dir=log_dir, environment=environment, fresh=fresh)
     lines = [line for line in output.splitlines() if line.startswith("sglang_adaptive: ")]
     assert status not in (0, None), output[-3000:]
     assert len(lines) == 1, output[-3000:]
@@ -21,7 +21,7 @@ def refused(target, *arguments, log_dir, environment=None) -> str:
 
 
 def test_no_draft(tiny_pair, log_dir):
-    line = refused(tiny_pair[0], "--speculative-algorithm", "DSPARK_ADAPTIVE", log_dir=log_dir)
+    line = refused(tiny_pair[0], "--speculative-algorithm", "DSPARK_ADAPTIVE", log_dir=log_dir, fresh=True)
     assert "needs a draft model" in line and "--speculative-draft-model-path" in line
 
 
@@ -81,5 +81,6 @@ def test_another_release_of_the_host(tiny_pair, tmp_path, log_dir):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.22\n")
     target, draft = tiny_pair
-    line = refused(target, *speculative(draft), log_dir=log_dir, environment={"PYTHONPATH": str(tmp_path)})
+    environment = {"PYTHONPATH": str(tmp_path)}
+    line = refused(target, *speculative(draft), log_dir=log_dir, environment=environment, fresh=True)
     assert "0.5.23" in line and "0.5.22" in line

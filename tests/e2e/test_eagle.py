@@ -23,27 +23,19 @@ REGEX = "(h[0-9]{1,2}|e1[0-9]{0,2}){30}"
 MTP = ("--speculative-algorithm", ALGORITHM)
 
 
-def dear(folder: Path, target: Path, *arguments: str, log_dir: Path) -> Path:
-    """Let a server profile itself once into ``folder``, and make its tokens dear."""
-    with Server(target, *arguments, log_dir=log_dir, environment=costs.environment(folder)):
-        pass
-    costs.make_dear(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
-def eagle_costs(tiny_eagle3_pair, tmp_path_factory, log_dir: Path) -> Path:
-    target, draft = tiny_eagle3_pair
-    return dear(tmp_path_factory.mktemp("eagle"), target, *speculative(draft), log_dir=log_dir)
-
-
-@pytest.fixture(scope="module")
-def eagle_server(tiny_eagle3_pair, eagle_costs: Path, log_dir: Path) -> Iterator[Server]:
+def eagle_server(tiny_eagle3_pair, tmp_path_factory, log_dir: Path) -> Iterator[Server]:
     """EAGLE3 with overlapped scheduling, trimming. Nothing but the algorithm and the draft is given."""
     target, draft = tiny_eagle3_pair
-    environment = costs.environment(eagle_costs)
+    environment = costs.environment(tmp_path_factory.mktemp("eagle"))
     with Server(target, *speculative(draft), "--sleep-on-idle", log_dir=log_dir, environment=environment) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def eagle_costs(eagle_server: Server) -> Path:
+    """The cache folder of the server above."""
+    return Path(eagle_server._environment["SGLANG_ADAPTIVE_CACHE_DIR"])
 
 
 def test_it_is_active_and_says_so(eagle_server: Server):
@@ -80,7 +72,7 @@ def test_easy_requests_get_more_of_the_budget_than_hard_ones(eagle_server: Serve
     assert sum(steps[:6]) < sum(steps[6:]), "easy text should take fewer steps"
 
 
-def test_logprobs_and_structured_output_are_those_without_speculation(eagle_server: Server, tiny_plain_server: Server):
+def test_logprobs_and_structured_output_are_those_without_speculation(eagle_server: Server, exact_plain_server: Server):
     def logprobs(server: Server) -> list[float]:
         answers = server.generate(PROMPTS[:4], 24, temperature=0.0, ignore_eos=True, return_logprob=True)
         return [value[0] for answer in answers for value in answer["meta_info"]["output_token_logprobs"]]
@@ -88,11 +80,11 @@ def test_logprobs_and_structured_output_are_those_without_speculation(eagle_serv
     def texts(server: Server) -> list[str]:
         return [answer["text"] for answer in server.generate(PROMPTS[:4], 24, temperature=0.0, regex=REGEX)]
 
-    assert logprobs(eagle_server) == pytest.approx(logprobs(tiny_plain_server), abs=1e-4)
-    assert texts(eagle_server) == texts(tiny_plain_server)
+    assert logprobs(eagle_server) == pytest.approx(logprobs(exact_plain_server), abs=1e-4)
+    assert texts(eagle_server) == texts(exact_plain_server)
 
 
-def test_sampled_output_has_the_distribution_of_the_target(tiny_plain_server: Server, eagle_server: Server):
+def test_sampled_output_has_the_distribution_of_the_target(exact_plain_server: Server, eagle_server: Server):
     prompt = language.random_prompts(1, seed=5, kinds=(language.HARD,))[0]
 
     def draws(server: Server) -> np.ndarray:
@@ -101,7 +93,7 @@ def test_sampled_output_has_the_distribution_of_the_target(tiny_plain_server: Se
         ]
         return np.array([answer["output_ids"] for answer in answers])
 
-    plain, ours = draws(tiny_plain_server), draws(eagle_server)
+    plain, ours = draws(exact_plain_server), draws(eagle_server)
     pvalues = []
     for position in range(1, plain.shape[1]):
         counts = [np.bincount(drawn[:, position], minlength=language.VOCAB) for drawn in (plain, ours)]
@@ -127,10 +119,7 @@ def test_steps_without_a_draft_and_retractions_change_nothing(
 ):
     """Drafting is made hopeless: the server stops drafting and probes now and then, and requests are retracted."""
     target, draft = tiny_eagle3_pair
-    for table in eagle_costs.glob("cost-*.json"):
-        (tmp_path / table.name).write_text(table.read_text())
-    costs.make_drafting_hopeless(tmp_path)
-    environment = costs.environment(tmp_path, skip_draft="on")
+    environment = costs.environment(costs.hopeless(eagle_costs, tmp_path), skip_draft="on")
     environment |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
     with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
         free = server.free_kv_tokens()
@@ -152,7 +141,6 @@ def test_steps_without_a_draft_and_retractions_change_nothing(
 def test_two_ranks_agree(tiny_eagle3_pair, tmp_path, log_dir, expected_ids):
     target, draft = tiny_eagle3_pair
     arguments = (*speculative(draft), "--tp", "2")
-    dear(tmp_path, target, *arguments, log_dir=log_dir)
     with Server(target, *arguments, log_dir=log_dir, environment=costs.environment(tmp_path)) as server:
         ids = server.greedy_ids(PROMPTS[:12], TOKENS)
         state = server.adaptive_state()
@@ -190,7 +178,6 @@ def test_an_eagle_draft_and_an_adapter(
 
 
 def test_a_target_with_an_mtp_layer_of_its_own_without_overlap(tiny_mtp_target, tmp_path, log_dir, expected_ids):
-    dear(tmp_path, tiny_mtp_target, *MTP, log_dir=log_dir)
     arguments = (*MTP, "--disable-overlap-schedule")
     with Server(tiny_mtp_target, *arguments, log_dir=log_dir, environment=costs.environment(tmp_path)) as server:
         assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from server import Server, speculative
 
 pytestmark = pytest.mark.e2e
 
-DRIFT = Path(__file__).parent / "drift"
 ROUNDS = ((24, 1), (3, 2), (1, 3), (8, 2), (2, 3))
 
 
@@ -25,10 +23,8 @@ def noted(path: Path) -> list[dict]:
 def test_a_rank_that_drifts_decides_like_the_others(tiny_pair, tmp_path, log_dir, expected_ids):
     """Rank 1's confidences are turned around, tokens cost it nothing in its profile and by its clock."""
     target, draft = tiny_pair
-    environment = costs.environment(tmp_path, cost_correction="on", calibration="on") | {
-        "RANK_DRIFT_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(DRIFT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    environment = costs.environment(tmp_path, cost_correction="on", calibration="on")
+    environment["RANK_DRIFT_DIR"] = str(tmp_path)
     with Server(target, *speculative(draft), "--tp", "2", log_dir=log_dir, environment=environment) as server:
         for requests, times in ROUNDS:
             ids = server.greedy_ids(PROMPTS[:requests], times * TOKENS)

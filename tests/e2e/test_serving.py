@@ -57,11 +57,11 @@ def test_easy_requests_get_more_of_the_budget_than_hard_ones(adaptive_server: Se
     assert sum(steps[:6]) < sum(steps[6:]), "easy text should take fewer steps"
 
 
-@pytest.mark.parametrize("extra", [("--disable-overlap-schedule",), ("--page-size", "64")], ids=["sync", "page64"])
-def test_greedy_output_is_equal_in_other_modes(tiny_pair, dear_costs, log_dir, expected_ids, exact_plain_server, extra):
+def test_greedy_output_is_equal_without_overlap(tiny_pair, dear_costs, log_dir, expected_ids, exact_plain_server):
     target, draft = tiny_pair
     environment = costs.environment(dear_costs)
-    with Server(target, *speculative(draft), *extra, log_dir=log_dir, environment=environment) as server:
+    arguments = (*speculative(draft), "--disable-overlap-schedule")
+    with Server(target, *arguments, log_dir=log_dir, environment=environment) as server:
         assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
         assert outputs(server, penalised()) == outputs(exact_plain_server, penalised())
         state = server.adaptive_state()
@@ -73,10 +73,7 @@ def test_steps_without_a_draft_change_nothing_either(
 ):
     """Drafting is made hopeless: the server stops drafting, and probes now and then whether it pays again."""
     target, draft = tiny_pair
-    for table in dear_costs.glob("cost-*.json"):
-        (tmp_path / table.name).write_text(table.read_text())
-    costs.make_drafting_hopeless(tmp_path)
-    environment = costs.environment(tmp_path, skip_draft="on")
+    environment = costs.environment(costs.hopeless(dear_costs, tmp_path), skip_draft="on")
     with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
         assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
         assert server.greedy_ids(PROMPTS[:3], 2 * TOKENS)
@@ -91,7 +88,6 @@ def test_steps_without_a_draft_change_nothing_either(
 
 def test_two_ranks_agree(tiny_pair, tmp_path, log_dir, expected_ids):
     target, draft = tiny_pair
-    costs.profiled(tmp_path, target, draft, "--tp", "2", log_dir=log_dir)
     environment = costs.environment(tmp_path)
     with Server(target, *speculative(draft), "--tp", "2", log_dir=log_dir, environment=environment) as server:
         ids = server.greedy_ids(PROMPTS[:12], TOKENS)
@@ -156,18 +152,22 @@ def test_requests_that_come_go_and_vanish_leave_nothing_behind(adaptive_server: 
 def test_retracted_requests_finish_with_the_right_output(
     tiny_pair, dear_costs, log_dir, expected_ids, exact_plain_server
 ):
+    """With pages of 64 tokens; ``test_eagle`` retracts with pages of one."""
     target, draft = tiny_pair
     # The host's own switch for tests: it retracts requests every few steps, as it does when the KV pool runs full.
     environment = costs.environment(dear_costs) | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-    with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
+    arguments = (*speculative(draft), "--page-size", "64")
+    with Server(target, *arguments, log_dir=log_dir, environment=environment) as server:
         free = server.free_kv_tokens()
-        answers = server.generate(PROMPTS[:16], TOKENS, temperature=0.0, ignore_eos=True)
-        assert [answer["output_ids"] for answer in answers] == expected_ids[:16]
+        answers = server.generate(PROMPTS, TOKENS, temperature=0.0, ignore_eos=True)
+        assert [answer["output_ids"] for answer in answers] == expected_ids
         assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0, "no request was retracted"
         # The host forgets at a retraction what it counted, so the reference is a server that retracts nothing.
         assert outputs(server, penalised()) == outputs(exact_plain_server, penalised())
+        state = server.adaptive_state()
         server.client.flush_cache()
         assert server.free_kv_tokens() == free
+    assert state["decisions"]["trimmed"] > 0 and state["accept_length"] > 1.2
 
 
 SCHEMA = {
@@ -240,28 +240,22 @@ def test_the_engine_api(tiny_pair, tmp_path, dear_costs):
     assert ours.split("]")[0] == plain.split("]")[0]
 
 
-def test_sglang_serve(tiny_pair, log_dir, dear_costs):
+def test_sglang_serve_and_a_broken_cost_table(tiny_pair, log_dir, tmp_path, dear_costs):
+    """The other command for the same; half a table is profiled again."""
     target, draft = tiny_pair
-    server = Server(target, *speculative(draft), log_dir=log_dir, environment=costs.environment(dear_costs))
+    for table in dear_costs.glob("cost-*.json"):
+        (tmp_path / table.name).write_text(table.read_text()[: table.stat().st_size // 2])
+    broken = {path: path.read_text() for path in tmp_path.glob("cost-*.json")}
+    server = Server(target, *speculative(draft), log_dir=log_dir, environment=costs.environment(tmp_path))
     at = server._command.index("sglang.launch_server")
     server._command[: at + 1] = [str(Path(sys.executable).with_name("sglang")), "serve"]
     with server:
         assert server.server_info()["speculative_algorithm"] == ALGORITHM
         assert server.adaptive_state()["active"]
-
-
-def test_a_foreign_or_broken_cost_table_is_profiled_again(tiny_pair, tmp_path, log_dir):
-    target, draft = tiny_pair
-    environment = costs.environment(tmp_path)
-    with Server(target, *speculative(draft), log_dir=log_dir, environment=environment):
-        pass
-    (table,) = tmp_path.glob("cost-*.json")
-    good = table.read_text()
-    table.write_text(good[: len(good) // 2])
-    with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
         assert "profiling again" in server.log_text()
         assert server.greedy_ids(PROMPTS[:2], 8)
-    assert table.read_text().endswith("}")
+    (changed,) = [path for path, text in broken.items() if path.read_text() != text]
+    assert changed.read_text().endswith("}")
 
 
 def test_stock_algorithms_still_serve(tiny_pair, log_dir, expected_ids):

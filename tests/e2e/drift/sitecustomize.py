@@ -1,9 +1,12 @@
-"""Faults for test_ranks.py: put on PYTHONPATH, this changes what one tensor-parallel rank would see by itself.
+"""Put on PYTHONPATH, this changes what a server's ranks see.
 
-Rank 1 hears other confidences of its draft, profiles other step costs and measures other step times than rank 0: on
-rank 0 every token is dear, on rank 1 tokens are free. Every rank writes down what it decided, step by step, into
-``RANK_DRIFT_DIR``. With ``ADAPTIVE_TEST_COSTS`` alone only the profile is made up, as rank 0's is. Without these
-variables nothing is changed.
+With ``ADAPTIVE_TEST_COSTS`` the profile times everything as always, but what it keeps is made up: tokens are dear.
+
+With ``RANK_DRIFT_DIR`` (test_ranks.py) one tensor-parallel rank sees something else than the other: rank 1 hears other
+confidences of its draft, profiles other step costs and measures other step times than rank 0. On rank 0 every token is
+dear, on rank 1 tokens are free. Every rank writes down what it decided, step by step, into that folder.
+
+Without these variables nothing is changed.
 """
 
 from __future__ import annotations
@@ -52,12 +55,29 @@ def drift_confidences(module: Any) -> None:
     module.DraftBlockProposer.propose = propose
 
 
+def made_up(kind: str, count: int) -> float:
+    return milliseconds(count) if kind == "verify" else 1.0 + count / 1000
+
+
 def drift_profile(module: Any) -> None:
     def _time(self: Any, kind: str, count: int, kv_length: int) -> list[float]:
         note("fault", in_="profile", kind=kind, count=count)
-        return [milliseconds(count) if kind == "verify" else 1.0 + count / 1000] * module.REPLAYS
+        return [made_up(kind, count)] * module.REPLAYS
 
     assert hasattr(module._Timer, "_time"), "the profiler times its jobs elsewhere: move this fault there"
+    module._Timer._time = _time
+
+
+def dear_profile(module: Any) -> None:
+    original = module._Timer._time
+
+    def _time(self: Any, kind: str, count: int, kv_length: int) -> list[float]:
+        times = original(self, kind, count, kv_length)
+        assert times and min(times) > 0
+        if kind == "always":  # the profile takes it off the draft's time
+            return [0.0] * len(times)
+        return [made_up(kind, count)] * len(times)
+
     module._Timer._time = _time
 
 
@@ -97,7 +117,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 
 
 if not FOLDER:
-    FAULTS = {"sglang_adaptive.runtime.profiler": drift_profile}
+    FAULTS = {"sglang_adaptive.runtime.profiler": dear_profile}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
