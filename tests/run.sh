@@ -9,8 +9,8 @@ cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1
 
 # Tests of servers wait much, above all while one starts: two halves run side by side where there is room for the
-# servers of both. They share no server. Whatever is not named here is in the other half.
-half=(tests/e2e/test_{faults,features,fleet,observe,odd_flags,serving,shapes}.py)
+# servers of both. One has the files that share the adaptive server, the other everything else.
+mapfile -t half < <(grep -lwE 'adaptive_server|dear_costs' tests/e2e/test_*.py)
 room=$(awk '/^MemAvailable/ {print int($2 / 2 ** 20)}' /proc/meminfo 2>/dev/null || echo 0)
 if [ $# -gt 0 ] || [ "$(nproc 2>/dev/null || echo 1)" -lt 2 ] || [ "${room:-0}" -lt 14 ]; then
     exec "$PYTHON" -m pytest "$@"

@@ -7,6 +7,7 @@ plugins and patches bring. What is read before ``main`` (``PYTHONPATH``, say) re
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -15,6 +16,7 @@ import json
 import os
 import runpy
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -156,12 +158,17 @@ def _requests() -> dict[str, Any] | None:
             continue
         piece = os.read(0, 1 << 20)
         if not piece:
+            for pid in numbers:  # whoever asked for them is gone
+                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             return None
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             request = json.loads(line)
             pid = os.fork()
             if pid == 0:
+                os.setsid()
                 return request
             numbers[pid] = request["number"]
             _say(request["number"], "pid", pid)
@@ -172,7 +179,6 @@ def _say(number: int, what: str, value: int) -> None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    os.setsid()
     os.chdir(request["folder"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, name in zip((1, 2), request["files"], strict=True):
