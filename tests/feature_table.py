@@ -123,8 +123,9 @@ ROWS = (
     ),
     Row(
         "`--speculative-dspark-block-size`, request priorities",
-        "priorities weigh the allocation with `SGLANG_ADAPTIVE_PRIORITY_WEIGHT`; the output stays",
+        "with `SGLANG_ADAPTIVE_PRIORITY_WEIGHT` a higher priority takes fewer steps; the output stays",
         (
+            "tests/e2e/test_priorities.py::test_a_higher_priority_takes_fewer_steps_and_changes_no_output",
             f"{_ODD}test_priorities_change_no_output",
             "tests/unit/test_planner.py::test_a_higher_priority_weighs_more_and_none_weighs_one",
             "tests/unit/policy/test_policy_allocation.py::test_weights_serve_priority_first_and_bad_weights_count_as_one",
