@@ -70,6 +70,7 @@ class Soak:
         async with self._session() as self._http:
             await self._settled("the start")
             await self._look_at_the_server()
+        self.state.write()
         while time.monotonic() < begin + seconds and not self.troubles:
             rounds = self._rounds()
             if not rounds:
