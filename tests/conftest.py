@@ -78,6 +78,9 @@ def smollm2_pair() -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def tiny_plain_server(tiny_pair: tuple[Path, Path], log_dir: Path) -> Iterator[Server]:
-    """The tiny target without speculation, for reference outputs. It stays up, but leaves the cores alone when idle."""
-    with Server(tiny_pair[0], "--sleep-on-idle", log_dir=log_dir) as server:
+    """The tiny target without speculation, for reference outputs; it leaves the cores alone when idle.
+
+    It does not overlap: under overlap the host's penalties lag behind the output by a token.
+    """
+    with Server(tiny_pair[0], "--disable-overlap-schedule", "--sleep-on-idle", log_dir=log_dir) as server:
         yield server

@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE=1
 # servers of both. One has the files that share the adaptive server, the other everything else.
 mapfile -t half < <(grep -lwE 'adaptive_server|dear_costs' tests/e2e/test_*.py)
 room=$(awk '/^MemAvailable/ {print int($2 / 2 ** 20)}' /proc/meminfo 2>/dev/null || echo 0)
-if [ $# -gt 0 ] || [ "$(nproc 2>/dev/null || echo 1)" -lt 2 ] || [ "${room:-0}" -lt 14 ]; then
+if [ $# -gt 0 ] || [ "$(nproc 2>/dev/null || echo 1)" -lt 2 ] || [ "${room:-0}" -lt 18 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
 

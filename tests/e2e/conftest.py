@@ -33,9 +33,9 @@ def dear_costs(adaptive_server: Server) -> Path:
 
 
 @pytest.fixture(scope="session")
-def expected_ids(exact_plain_server: Server) -> list[list[int]]:
+def expected_ids(tiny_plain_server: Server) -> list[list[int]]:
     """Greedy continuations of PROMPTS without speculation."""
-    return exact_plain_server.greedy_ids(PROMPTS, TOKENS)
+    return tiny_plain_server.greedy_ids(PROMPTS, TOKENS)
 
 
 @pytest.fixture(scope="session")
@@ -52,10 +52,3 @@ def adapted_ids(tiny_pair: tuple[Path, Path], adapters: dict[str, Path]) -> dict
         name: tiny_adapter.greedy(tiny_adapter.adapted(tiny_pair[0], folder), PROMPTS[:6], 40)
         for name, folder in adapters.items()
     }
-
-
-@pytest.fixture(scope="session")
-def exact_plain_server(tiny_pair: tuple[Path, Path], log_dir: Path) -> Iterator[Server]:
-    """Without speculation and without overlap: under overlap the host's penalties lag behind the output by a token."""
-    with Server(tiny_pair[0], "--disable-overlap-schedule", "--sleep-on-idle", log_dir=log_dir) as server:
-        yield server

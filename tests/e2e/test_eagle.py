@@ -72,7 +72,7 @@ def test_easy_requests_get_more_of_the_budget_than_hard_ones(eagle_server: Serve
     assert sum(steps[:6]) < sum(steps[6:]), "easy text should take fewer steps"
 
 
-def test_logprobs_and_structured_output_are_those_without_speculation(eagle_server: Server, exact_plain_server: Server):
+def test_logprobs_and_structured_output_are_those_without_speculation(eagle_server: Server, tiny_plain_server: Server):
     def logprobs(server: Server) -> list[float]:
         answers = server.generate(PROMPTS[:4], 24, temperature=0.0, ignore_eos=True, return_logprob=True)
         return [value[0] for answer in answers for value in answer["meta_info"]["output_token_logprobs"]]
@@ -80,11 +80,11 @@ def test_logprobs_and_structured_output_are_those_without_speculation(eagle_serv
     def texts(server: Server) -> list[str]:
         return [answer["text"] for answer in server.generate(PROMPTS[:4], 24, temperature=0.0, regex=REGEX)]
 
-    assert logprobs(eagle_server) == pytest.approx(logprobs(exact_plain_server), abs=1e-4)
-    assert texts(eagle_server) == texts(exact_plain_server)
+    assert logprobs(eagle_server) == pytest.approx(logprobs(tiny_plain_server), abs=1e-4)
+    assert texts(eagle_server) == texts(tiny_plain_server)
 
 
-def test_sampled_output_has_the_distribution_of_the_target(exact_plain_server: Server, eagle_server: Server):
+def test_sampled_output_has_the_distribution_of_the_target(tiny_plain_server: Server, eagle_server: Server):
     prompt = language.random_prompts(1, seed=5, kinds=(language.HARD,))[0]
 
     def draws(server: Server) -> np.ndarray:
@@ -93,7 +93,7 @@ def test_sampled_output_has_the_distribution_of_the_target(exact_plain_server: S
         ]
         return np.array([answer["output_ids"] for answer in answers])
 
-    plain, ours = draws(exact_plain_server), draws(eagle_server)
+    plain, ours = draws(tiny_plain_server), draws(eagle_server)
     pvalues = []
     for position in range(1, plain.shape[1]):
         counts = [np.bincount(drawn[:, position], minlength=language.VOCAB) for drawn in (plain, ours)]
@@ -199,8 +199,8 @@ def test_trees_and_uneven_chains_are_refused_in_one_sentence(tiny_eagle3_pair, l
         assert last.startswith("sglang_adaptive:") and word in last
 
 
-def test_penalties_are_exact_and_min_p_is_refused(eagle_server: Server, exact_plain_server: Server):
-    assert outputs(eagle_server, penalised()) == outputs(exact_plain_server, penalised())
+def test_penalties_are_exact_and_min_p_is_refused(eagle_server: Server, tiny_plain_server: Server):
+    assert outputs(eagle_server, penalised()) == outputs(tiny_plain_server, penalised())
     with pytest.raises(RequestFailed, match=r"400: .*drop min_p from the request"):
         eagle_server.generate(PROMPTS[:1], 8, temperature=1.0, min_p=0.1)
-    assert eagle_server.greedy_ids(PROMPTS[:1], 8) == exact_plain_server.greedy_ids(PROMPTS[:1], 8)
+    assert eagle_server.greedy_ids(PROMPTS[:1], 8) == tiny_plain_server.greedy_ids(PROMPTS[:1], 8)

@@ -70,19 +70,19 @@ def test_greedy_requests_beside_sampled_ones_stay_greedy(stock_server: Server, e
     assert ids[1::2] != expected_ids[1:8:2], "nothing was sampled"
 
 
-def test_logprobs_are_those_without_speculation(stock_server: Server, exact_plain_server: Server):
+def test_logprobs_are_those_without_speculation(stock_server: Server, tiny_plain_server: Server):
     def logprobs(server: Server) -> list[float]:
         answers = server.generate(PROMPTS[:4], 24, temperature=0.0, ignore_eos=True, return_logprob=True)
         return [value[0] for answer in answers for value in answer["meta_info"]["output_token_logprobs"]]
 
-    assert logprobs(stock_server) == pytest.approx(logprobs(exact_plain_server), abs=1e-4)
+    assert logprobs(stock_server) == pytest.approx(logprobs(tiny_plain_server), abs=1e-4)
 
 
-def test_structured_output_is_that_without_speculation(stock_server: Server, exact_plain_server: Server):
+def test_structured_output_is_that_without_speculation(stock_server: Server, tiny_plain_server: Server):
     def texts(server: Server) -> list[str]:
         return [a["text"] for a in server.generate(PROMPTS[:4], 24, temperature=0.0, regex=REGEX)]
 
-    assert texts(stock_server) == texts(exact_plain_server)
+    assert texts(stock_server) == texts(tiny_plain_server)
 
 
 def test_nothing_stays_behind(stock_server: Server):

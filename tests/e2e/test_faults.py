@@ -54,7 +54,7 @@ def test_a_draft_that_is_always_right(stubborn_server: Server):
     assert output > 0.9 * verified, "something that is always right was rejected"
 
 
-def test_penalties_end_a_run_where_they_should(stubborn_server: Server, exact_plain_server: Server):
+def test_penalties_end_a_run_where_they_should(stubborn_server: Server, tiny_plain_server: Server):
     """The draft would go on with its token; where in the window that is wrong hangs on the penalties."""
     bodies = [
         request(prompt, 60, logit_bias={str(STUBBORN): 20.0 + 3 * i}, **penalty)
@@ -62,7 +62,7 @@ def test_penalties_end_a_run_where_they_should(stubborn_server: Server, exact_pl
         for penalty in ({"frequency_penalty": 2.0}, {"frequency_penalty": 0.9, "presence_penalty": 2.0})
     ]
     before = stubborn_server.adaptive_state()
-    ours, plain = answers(stubborn_server, bodies), answers(exact_plain_server, bodies)
+    ours, plain = answers(stubborn_server, bodies), answers(tiny_plain_server, bodies)
     assert [each["output_ids"] for each in ours] == [each["output_ids"] for each in plain]
     runs = {next(at for at, token in enumerate(each["output_ids"]) if token != STUBBORN) for each in plain}
     assert len(runs) > 5 and max(runs) > 12

@@ -86,7 +86,7 @@ def test_stop_strings_and_stop_tokens(adaptive_server: Server, tiny_plain_server
     assert all(reason["type"] == "stop" for _, _, reason in ours)
 
 
-def test_end_of_text_and_its_postponement(adaptive_server: Server, exact_plain_server: Server):
+def test_end_of_text_and_its_postponement(adaptive_server: Server, tiny_plain_server: Server):
     """With a bias that makes the end the likeliest token it comes at once, or as soon as it may."""
     bias = {str(language.EOS): 40.0}
     bodies = [
@@ -94,43 +94,43 @@ def test_end_of_text_and_its_postponement(adaptive_server: Server, exact_plain_s
         for prompt, minimum in zip(PROMPTS[:6], (0, 1, 2, 9, 17, 30), strict=True)
     ]
     ours = outputs(adaptive_server, bodies + penalised()[:4])[:6]
-    assert ours == outputs(exact_plain_server, bodies)
+    assert ours == outputs(tiny_plain_server, bodies)
     assert [len(ids) for ids, _, _ in ours] == [1, 2, 3, 10, 18, 31]
     assert all(reason["type"] == "stop" for _, _, reason in ours)
 
 
 # ---------------------------------------------------------------------------------------------------- what is chosen
-def test_penalties_are_exact_at_every_position(adaptive_server: Server, exact_plain_server: Server):
+def test_penalties_are_exact_at_every_position(adaptive_server: Server, tiny_plain_server: Server):
     bodies = penalised()
     ours = outputs(adaptive_server, bodies)
-    assert ours == outputs(exact_plain_server, bodies)
+    assert ours == outputs(tiny_plain_server, bodies)
     plain = [asked(body["text"], body["sampling_params"]["max_new_tokens"]) for body in bodies]
     changed = [a != b for a, b in zip(ours, outputs(adaptive_server, plain), strict=True)]
     assert not any(changed[::5]) and sum(changed) >= 9, "the penalties make too little difference to be a test"
 
 
-def test_the_host_is_a_token_late_under_overlap(
-    tiny_plain_server: Server, exact_plain_server: Server, expected_ids: list[list[int]]
-):
-    """Why the reference for penalties does not overlap; the README says so. Without penalties both say the same."""
-    assert tiny_plain_server.greedy_ids(PROMPTS, TOKENS) == expected_ids
+def test_the_host_is_a_token_late_under_overlap(tiny_pair, log_dir, tiny_plain_server: Server, expected_ids):
+    """Why the reference does not overlap; the README says so. Without penalties both say the same."""
     token = language.FIRST_EASY + 3
     body = asked(PROMPTS[1], 40, frequency_penalty=2.0, logit_bias={str(token): 25.0})
-    late, exact = (outputs(server, [body])[0][0] for server in (tiny_plain_server, exact_plain_server))
+    with Server(tiny_pair[0], log_dir=log_dir) as overlapped:
+        assert overlapped.server_info()["disable_overlap_schedule"] is False
+        assert overlapped.greedy_ids(PROMPTS, TOKENS) == expected_ids
+        late, exact = (outputs(server, [body])[0][0] for server in (overlapped, tiny_plain_server))
     others = [next(place for place, said in enumerate(ids) if said != token) for ids in (late, exact)]
     assert others[0] == others[1] + 1
 
 
-def test_penalties_alone_and_next_to_a_logit_bias(adaptive_server: Server, exact_plain_server: Server):
+def test_penalties_alone_and_next_to_a_logit_bias(adaptive_server: Server, tiny_plain_server: Server):
     bias = {str(language.FIRST_EASY + 3): 3.0, str(language.FIRST_HARD): -5.0}
     for options in PENALTIES.values():
         body = asked(PROMPTS[3], 40, **{"logit_bias": bias, **options})
-        assert outputs(adaptive_server, [body]) == outputs(exact_plain_server, [body])
+        assert outputs(adaptive_server, [body]) == outputs(tiny_plain_server, [body])
 
 
-def test_penalties_show_in_the_logprobs(adaptive_server: Server, exact_plain_server: Server):
+def test_penalties_show_in_the_logprobs(adaptive_server: Server, tiny_plain_server: Server):
     body = asked(PROMPTS[4], 24, return_logprob=True, **PENALTIES["both"])
-    (ours,), (plain,) = answers(adaptive_server, [body]), answers(exact_plain_server, [body])
+    (ours,), (plain,) = answers(adaptive_server, [body]), answers(tiny_plain_server, [body])
     found, expected = (each["meta_info"]["output_token_logprobs"] for each in (ours, plain))
     assert [each[1] for each in found] == [each[1] for each in expected]
     assert [each[0] for each in found] == pytest.approx([each[0] for each in expected], abs=1e-3)

@@ -65,9 +65,9 @@ def test_chunked_prefill_in_mixed_steps_with_retractions(odd_server: Server, tin
     assert max(mixed) >= 4, "no prompt was mixed with decoding requests"
 
 
-def test_penalties_in_mixed_steps(odd_server: Server, exact_plain_server: Server):
+def test_penalties_in_mixed_steps(odd_server: Server, tiny_plain_server: Server):
     bodies = penalised() + [asked(prompt, 40, frequency_penalty=1.0) for prompt in long_prompts(4)]
-    assert outputs(odd_server, bodies) == outputs(exact_plain_server, bodies)
+    assert outputs(odd_server, bodies) == outputs(tiny_plain_server, bodies)
 
 
 def test_priorities_change_no_output(odd_server: Server, tiny_plain_server: Server):

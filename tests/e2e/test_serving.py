@@ -57,19 +57,19 @@ def test_easy_requests_get_more_of_the_budget_than_hard_ones(adaptive_server: Se
     assert sum(steps[:6]) < sum(steps[6:]), "easy text should take fewer steps"
 
 
-def test_greedy_output_is_equal_without_overlap(tiny_pair, dear_costs, log_dir, expected_ids, exact_plain_server):
+def test_greedy_output_is_equal_without_overlap(tiny_pair, dear_costs, log_dir, expected_ids, tiny_plain_server):
     target, draft = tiny_pair
     environment = costs.environment(dear_costs)
     arguments = (*speculative(draft), "--disable-overlap-schedule")
     with Server(target, *arguments, log_dir=log_dir, environment=environment) as server:
         assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
-        assert outputs(server, penalised()) == outputs(exact_plain_server, penalised())
+        assert outputs(server, penalised()) == outputs(tiny_plain_server, penalised())
         state = server.adaptive_state()
     assert state["decisions"]["trimmed"] > 0 and state["accept_length"] > 1.2
 
 
 def test_steps_without_a_draft_change_nothing_either(
-    tiny_pair, dear_costs, tmp_path, log_dir, expected_ids, exact_plain_server
+    tiny_pair, dear_costs, tmp_path, log_dir, expected_ids, tiny_plain_server
 ):
     """Drafting is made hopeless: the server stops drafting, and probes now and then whether it pays again."""
     target, draft = tiny_pair
@@ -77,7 +77,7 @@ def test_steps_without_a_draft_change_nothing_either(
     with Server(target, *speculative(draft), log_dir=log_dir, environment=environment) as server:
         assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
         assert server.greedy_ids(PROMPTS[:3], 2 * TOKENS)
-        assert outputs(server, penalised()) == outputs(exact_plain_server, penalised())
+        assert outputs(server, penalised()) == outputs(tiny_plain_server, penalised())
         decisions = server.adaptive_state()["decisions"]
         free = server.free_kv_tokens()
         server.client.flush_cache()
@@ -150,7 +150,7 @@ def test_requests_that_come_go_and_vanish_leave_nothing_behind(adaptive_server: 
 
 
 def test_retracted_requests_finish_with_the_right_output(
-    tiny_pair, dear_costs, log_dir, expected_ids, exact_plain_server
+    tiny_pair, dear_costs, log_dir, expected_ids, tiny_plain_server
 ):
     """With pages of 64 tokens; ``test_eagle`` retracts with pages of one."""
     target, draft = tiny_pair
@@ -163,7 +163,7 @@ def test_retracted_requests_finish_with_the_right_output(
         assert [answer["output_ids"] for answer in answers] == expected_ids
         assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0, "no request was retracted"
         # The host forgets at a retraction what it counted, so the reference is a server that retracts nothing.
-        assert outputs(server, penalised()) == outputs(exact_plain_server, penalised())
+        assert outputs(server, penalised()) == outputs(tiny_plain_server, penalised())
         state = server.adaptive_state()
         server.client.flush_cache()
         assert server.free_kv_tokens() == free
