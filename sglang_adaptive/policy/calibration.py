@@ -44,6 +44,11 @@ class Calibration:
         return self._filter.version
 
     @property
+    def is_ready(self) -> bool:
+        """Whether enough outcomes of first drafts were seen to correct their confidences."""
+        return bool(self._filter.samples[0] >= self._filter.min_samples)
+
+    @property
     def is_identity(self) -> bool:
         self._refresh()
         return self._identity

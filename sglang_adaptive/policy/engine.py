@@ -43,6 +43,10 @@ EXPLORE_TIER = "explore: measure a tier whose cost is only believed"
 _NEWS = 0.005
 # What is believed of a first batch, before anything was seen.
 _PRIOR_ACCEPTANCE = 0.75
+# Where a table says that a trim is so much better, the host's work for it cannot turn that round.
+_BEYOND_DOUBT = 1.25
+# Drafting goes on for so many steps where that takes long to be corrected.
+_LEARN_STEPS = 64
 # The profile is a slow mean: while drafting goes on, one step in so many is enough.
 _PROFILE_STEPS = 8
 
@@ -105,7 +109,7 @@ class Engine:
             decision = self._trimmed_or_whole(decision, alive, non_draft_tokens, kv_tokens)
 
         # 3. Whether drafting pays at all.
-        if self.config.skip_draft and self.cost.is_informative and self.profile.mean is not None:
+        if self._may_skip and self.cost.is_informative and self.profile.mean is not None:
             decision = self._draft_or_not(decision, requests, non_draft_tokens, kv_tokens)
 
         # 4. Once in a long while a step that drafts looks at what is always trimmed, or at another tier.
@@ -219,6 +223,12 @@ class Engine:
         )
 
     @property
+    def _may_skip(self) -> bool:
+        """A head that is only off at the start must not stop the drafting from which it would be corrected."""
+        learned = self.calibration.is_ready or not self.config.calibrate or self.steps >= _LEARN_STEPS
+        return self.config.skip_draft and learned
+
+    @property
     def _compares(self) -> bool:
         return bool(self.config.look_steps) and self.config.correct_costs and self.cost.is_informative
 
@@ -234,8 +244,9 @@ class Engine:
         advantage = trimmed.expected_tokens / (trimmed_ms or trimmed.predicted_ms)
         advantage /= whole.expected_tokens / (whole_ms or whole.predicted_ms)
         if self.gate.skipping:
-            # Nothing is drafted but in probes: those are the looks.
-            return whole if not whole_ms or (trimmed_ms and advantage < 1.0) else trimmed
+            # Nothing is drafted but in probes: those are the looks, where the table does not rule whole steps out.
+            unknown = not whole_ms and advantage < _BEYOND_DOUBT
+            return whole if unknown or (trimmed_ms and whole_ms and advantage < 1.0) else trimmed
         if trimmed_ms and whole_ms and advantage < 1.0:
             due = self._look_trimmed.due(requests, 1.0 / advantage)
             return replace(trimmed, reason=LOOK_TRIMMED) if due else whole

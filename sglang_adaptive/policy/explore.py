@@ -15,6 +15,8 @@ Ints = NDArray[np.int64]
 BURST_STEPS = 10
 _FIRST_INTERVAL = 32
 _LEAST_VALUE = 0.8
+# A burst may cost this share of the steps since the one before it.
+_PRICE = 0.01
 _HALVINGS = 4
 _BUCKETS = 24
 
@@ -22,8 +24,9 @@ _BUCKETS = 24
 class TierExplorer:
     """A table that is wrong about the tiers it never uses stays wrong: in particular one that is falsely flat makes
     everything be verified. So a burst of steps goes to a tier between the current one and the fewest (or, in turn, the
-    most) tokens the batch could verify: halfway in log tokens, nearer while that looks more than a fifth worse. A tier
-    that was used lately is known and left alone.
+    most) tokens the batch could verify: halfway in log tokens, nearer while that looks too dear (a hundredth of the
+    steps since the last burst, and never more than a fifth of each step). A tier that was used lately is known and left
+    alone.
 
     The first burst comes after 32 steps at a load (power of two of requests), the next one after twice as many, and so
     on up to ``longest_interval``: in the long run at most a fifth of 10 steps per interval is lost. Steps and decisions
@@ -57,14 +60,15 @@ class TierExplorer:
             bucket = min(least.bit_length(), _BUCKETS - 1)
             self._waited[bucket] += 1
             if self._waited[bucket] >= self._interval[bucket]:
+                affordable = 1.0 - _PRICE * self._waited[bucket] / BURST_STEPS
                 self._waited[bucket] = 0
                 self._interval[bucket] = min(2 * self._interval[bucket], self.longest)
-                chosen = self._unknown(tokens, least, most, worth)
+                chosen = self._unknown(tokens, least, most, worth, max(affordable, _LEAST_VALUE))
                 self._burst_tokens, self._burst_left = chosen, BURST_STEPS - 1 if chosen != tokens else 0
         self._use(chosen)
         return chosen
 
-    def _unknown(self, tokens: int, least: int, most: int, worth: Callable[[int], float]) -> int:
+    def _unknown(self, tokens: int, least: int, most: int, worth: Callable[[int], float], least_value: float) -> int:
         for _ in range(2):
             self._down = not self._down
             away = float(least if self._down else most)
@@ -73,7 +77,7 @@ class TierExplorer:
                 there = self.tiers[self._held_by(math.ceil(away))]
                 if not least <= there <= most or self._tier(there) == self._tier(tokens):
                     break
-                if worth(there) >= _LEAST_VALUE:
+                if worth(there) >= least_value:
                     if self._is_known(there):
                         break
                     return there

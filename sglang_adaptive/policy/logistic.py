@@ -43,7 +43,8 @@ class LogisticFilter:
     drafts are trimmed, deep positions are seen too rarely to learn alone.
 
     The cost is bounded: at most ``buffer_rows`` rows are kept between two updates, which are ``update_steps`` steps
-    apart, or as many more as it takes to see ``update_rows`` rows.
+    apart, or as many more as it takes to see ``update_rows`` rows. The first updates come after 1, 2, 4, ... steps:
+    what is believed at the start may be far off.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class LogisticFilter:
         prior_precision: Floats,
         *,
         tie: float = 0.0,
-        min_samples: int = 64,
+        min_samples: int = 24,
         memory: int = 20_000,
         buffer_rows: int = 2048,
         update_steps: int = 16,
@@ -76,6 +77,7 @@ class LogisticFilter:
         self._position = np.zeros(buffer_rows, np.int64)
         self._rows = 0
         self._steps = 0
+        self._interval = 1
         self._pending: deque[tuple[int, Floats, Floats]] = deque()
 
     @property
@@ -102,10 +104,11 @@ class LogisticFilter:
     def observe_nothing(self, steps: int = 1) -> None:
         """Count ``steps`` whose outcomes are not taken."""
         self._steps += steps
-        if self._steps >= self.update_steps and self._rows >= self.update_rows:
-            self._set_out()
         # A few positions per call, so that no single step pays for all of them.
-        share = -(-self.positions * steps // self.update_steps)
+        share = -(-self.positions * steps // self._interval)
+        if self._steps >= self._interval and self._rows >= self.update_rows:
+            self._set_out()
+            self._interval = min(2 * self._interval, self.update_steps)
         for _ in range(min(len(self._pending), share)):
             position, x, y = self._pending.popleft()
             self._absorb(position, x, y)

@@ -1,4 +1,5 @@
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -181,8 +182,19 @@ def test_separable_outcomes_do_not_blow_up():
     assert np.isfinite(model.weights).all() and np.abs(model.weights).max() < 20
 
 
+def test_the_first_updates_come_early_and_then_every_sixteen_steps():
+    model, changes = LogisticFilter(2, np.zeros(1), np.ones(1)), []
+    for step in range(1, 65):
+        before = model.samples.sum()
+        model.observe(np.ones((64, 2, 1)), np.full(64, 2), np.full(64, 2))
+        changes += [step] if model.samples.sum() > before else []
+    assert changes[:3] == [1, 3, 4] and all(later - sooner <= 16 for sooner, later in pairwise(changes))
+    assert len(changes) <= 2 * 4 + 2 * 64 // 16
+
+
 def test_a_full_buffer_takes_a_spread_of_the_requests():
     model = LogisticFilter(1, np.zeros(1), np.ones(1), buffer_rows=10, update_steps=100)
+    model._interval = 100  # as after the first, frequent updates
     accepted = np.arange(40) % 2
     model.observe(np.ones((40, 1, 1)), np.ones(40, np.int64), np.repeat([0, 1], 20))
     assert not model.has_room and model._y.mean() == 0.5

@@ -73,10 +73,17 @@ def test_a_burst_is_long_enough_to_be_believed_and_bursts_become_rare():
 
 
 def test_a_tier_that_looks_much_worse_is_not_tried():
-    explorer = TierExplorer(np.array(TIERS), 64, 4096)
+    explorer = TierExplorer(np.array(TIERS), 512, 4096)
     assert set(tried(explorer, 3000, worth=lambda tokens: 0.7)) == {32}
     nearer = tried(explorer, 3000, worth=lambda tokens: 0.9 if tokens == 24 else 0.7)
     assert set(nearer) == {24, 32}
+
+
+def test_early_bursts_are_cheap_ones():
+    explorer = TierExplorer(np.array(TIERS), 512, 4096)
+    seen = np.array(tried(explorer, 600, worth=lambda tokens: 0.9))
+    first = int(np.flatnonzero(seen != 32)[0])
+    assert first >= 32 + 64 + 100, "a burst that costs a tenth of 10 steps came before 100 steps could pay for it"
 
 
 def test_a_forgotten_tier_is_tried_again():
