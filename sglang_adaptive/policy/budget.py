@@ -58,6 +58,13 @@ class Decision:
             gain=gain,
         )
 
+    def for_requests(self, requests: int, gamma: int) -> Decision:
+        """The same for R requests, of a decision that drafts for none or verifies all of every request's K drafts."""
+        budget = requests * gamma if self.draft else 0
+        if budget == self.budget:
+            return self
+        return Decision(budget, self.draft, self.uniform, 0.0, 0.0, self.reason, self.gain)
+
     def at_cost(self, predicted_ms: float) -> Decision:
         """The same at another predicted cost; ``dataclasses.replace`` takes three times as long."""
         return Decision(

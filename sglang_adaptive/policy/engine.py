@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sglang_adaptive.policy import modes
 from sglang_adaptive.policy.budget import (
+    ALL_WORTH,
     LOW_LOAD,
     Decision,
     needed_gain,
@@ -27,6 +28,7 @@ from sglang_adaptive.policy.modes import PLAIN, TRIMMED, WHOLE, Look, ModeTimes,
 from sglang_adaptive.policy.profile import SurvivalProfile
 from sglang_adaptive.policy.rate import BUCKETS, RunningRate
 from sglang_adaptive.policy.saturation import SaturationGate
+from sglang_adaptive.policy.steady import WHOLE_IS_FASTER
 from sglang_adaptive.policy.survival import bounds, count_invalid, survival
 
 Floats = NDArray[np.float64]
@@ -36,7 +38,6 @@ Ints = NDArray[np.integer]
 LOOK = "no draft: look what a step takes without one"
 LOOK_WHOLE = "verify everything: look what such a step takes"
 LOOK_TRIMMED = "trimmed: look what such a step takes"
-WHOLE_IS_FASTER = "verify everything: a step that trims takes longer than the trim saves"
 EXPLORE = "verify everything: look at what was trimmed for long"
 EXPLORE_TIER = "explore: measure a tier whose cost is only believed"
 # A corrected table is put into force only when it moved by more than this; each change rebuilds the tables.
@@ -72,6 +73,8 @@ class Engine:
         self.invalid_requests = 0
         self.steps = 0
         self._profiled = cost
+        # Of the profile: a correction can make a table flat for a while, which is no reason to stop looking.
+        self._informative = cost.is_informative
         self._modes, self._look = ModeTimes(), Look(config.look_steps)
         self._look_whole, self._look_trimmed = Look(config.look_steps), Look(config.look_steps)
         # A list: one item of an array at a time is several times slower.
@@ -109,7 +112,7 @@ class Engine:
             decision = self._trimmed_or_whole(decision, alive, non_draft_tokens, kv_tokens)
 
         # 3. Whether drafting pays at all.
-        if self._may_skip and self.cost.is_informative and self.profile.mean is not None:
+        if self._may_skip and self._informative and self.profile.mean is not None:
             decision = self._draft_or_not(decision, requests, non_draft_tokens, kv_tokens)
 
         # 4. Once in a long while a step that drafts looks at what is always trimmed, or at another tier.
@@ -127,6 +130,7 @@ class Engine:
         kv_tokens: float,
         committed_tokens: int,
         step_ms: float | None = None,
+        follows: bool = True,
         drafted: bool = True,
         confidence: Floats | None = None,
         verified: Ints | None = None,
@@ -135,12 +139,15 @@ class Engine:
         """Learn from a finished step; called once per step, in order, also when nothing was measured.
 
         ``draft_tokens`` were verified over the batch, ``committed_tokens`` came out; ``step_ms`` is None where it was
-        not measured (or where a prefill made it incomparable). Per request: the raw ``confidence`` [requests, K] that
-        the step drafted with, how many drafts were ``verified`` and how many of those ``accepted`` [requests].
+        not measured; ``follows`` says that it counts from the end of a decode step, False that from this one's launch,
+        as after a prefill: then the device waits for the host in it. Per request: the raw ``confidence`` [requests, K]
+        that the step drafted with, how many drafts were ``verified`` and how many of those ``accepted`` [requests].
         """
         self.steps += 1
         if step_ms is not None:
-            self._learn_time(requests, non_draft_tokens, draft_tokens, kv_tokens, committed_tokens, step_ms, drafted)
+            self._learn_time(
+                requests, non_draft_tokens, draft_tokens, kv_tokens, committed_tokens, step_ms, drafted, follows
+            )
         if confidence is not None and drafted:
             if self.gate.skipping or self.steps % _PROFILE_STEPS == 1:
                 self.profile.observe(self._survival(confidence, bounds(confidence)), rare=self.gate.skipping)
@@ -206,6 +213,8 @@ class Engine:
     ) -> Decision:
         requests, config = alive.shape[0], self.config
         gain = needed_gain(config.min_gain, self._previous)
+        if self._informative and not self.cost.is_informative:
+            return verify_all(alive, self.cost, non_draft_tokens, kv_tokens, ALL_WORTH, config.max_len)
         if no_trim_can_gain(self.cost, requests, requests * self._most, non_draft_tokens, kv_tokens, gain):
             return verify_all(alive, self.cost, non_draft_tokens, kv_tokens, LOW_LOAD, config.max_len)
         return size_budget(
@@ -230,7 +239,7 @@ class Engine:
 
     @property
     def _compares(self) -> bool:
-        return bool(self.config.look_steps) and self.config.correct_costs and self.cost.is_informative
+        return bool(self.config.look_steps) and self.config.correct_costs and self._informative
 
     def _trimmed_or_whole(self, trimmed: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
         """Compare the best trim with verifying everything by what such steps were measured to take, where both were."""
@@ -301,7 +310,7 @@ class Engine:
 
     @property
     def _measures_tiers(self) -> bool:
-        return bool(self.config.explore_steps) and self.config.correct_costs and self.cost.is_informative
+        return bool(self.config.explore_steps) and self.config.correct_costs and self._informative
 
     def _explore_tier(self, decision: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
         requests = alive.shape[0]
@@ -337,6 +346,7 @@ class Engine:
         committed_tokens: int,
         step_ms: float,
         drafted: bool,
+        follows: bool,
     ) -> None:
         tokens, rows = non_draft_tokens + draft_tokens, requests + draft_tokens
         predicted = self.cost.point_ms(requests, tokens, rows, kv_tokens, drafted)
@@ -345,7 +355,7 @@ class Engine:
             profiled = self._profiled.point_ms(requests, tokens, rows, kv_tokens, drafted)
             mode = mode_of(drafted, draft_tokens == requests * self.gamma)
             self._modes.observe(requests, mode, step_ms, profiled)
-        if self.config.correct_costs and drafted:
+        if self.config.correct_costs and drafted and follows:
             self._correction.observe(requests, non_draft_tokens, draft_tokens, kv_tokens, drafted, step_ms)
 
 

@@ -37,7 +37,10 @@ def mode_of(drafted: bool, uniform: bool) -> int:
 
 
 class ModeTimes:
-    """Medians of measured over profiled step times, by mode and power of two of requests."""
+    """Lower quartiles of measured over profiled step times, by mode and power of two of requests.
+
+    A step is never faster than it can be, but often slower: after a prefill, or where the host was busy.
+    """
 
     def __init__(self) -> None:
         self._ratios = np.zeros((3, BUCKETS, WINDOW))
@@ -56,7 +59,7 @@ class ModeTimes:
         factors = np.zeros((3, BUCKETS))
         for mode, bucket in np.argwhere(self._count >= MIN_SAMPLES):
             seen = min(int(self._count[mode, bucket]), WINDOW)
-            factors[mode, bucket] = np.clip(np.median(self._ratios[mode, bucket, :seen]), *_FACTOR_RANGE)
+            factors[mode, bucket] = np.clip(np.quantile(self._ratios[mode, bucket, :seen], 0.25), *_FACTOR_RANGE)
         return factors.reshape(-1)
 
 

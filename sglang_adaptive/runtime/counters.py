@@ -113,7 +113,7 @@ class Counters:
         drafts, accepted = verify - 1, np.minimum(commit, verify) - 1
         self._verified += _reached(drafts, self.gamma)
         self._accepted += _reached(accepted, self.gamma)
-        self._drafted_tokens += self.gamma * int(requests[[record.confidence is not None for record in records]].sum())
+        self._drafted_tokens += self.gamma * int(requests[[record.drafted for record in records]].sum())
         measured = np.array([np.nan if record.step_ms is None else record.step_ms for record in records], np.float64)
         self._fold_times(measured, records)
         for record in records:

@@ -21,6 +21,7 @@ from sglang_adaptive.policy.allocation import allocate
 from sglang_adaptive.policy.budget import Decision
 from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.engine import Engine, PolicyConfig
+from sglang_adaptive.policy.steady import EVERY, Steady
 from sglang_adaptive.runtime import trace_features
 from sglang_adaptive.runtime.counters import Counters
 from sglang_adaptive.runtime.device import async_h2d, compiled
@@ -50,6 +51,7 @@ class StepPlanner:
         self.ragged = ragged
         self.counters = Counters(gamma)
         self.decision: Decision | None = None
+        self._sized: Decision | None = None
         self.estimate: Estimate | None = None
         self._group = group
         self._layouts = Layouts(model_runner, device, gamma + 1)
@@ -68,6 +70,9 @@ class StepPlanner:
         self._priorities: Priorities | None = None
         self._weights: np.ndarray | None = None
         self._log_every = False
+        self._steady = Steady()
+        self._may_repeat = self._repeating = False
+        self._requests = 0
 
     def capture_widths(self, *widths: int) -> None:
         """Make the graphs of steps in which every request has so many tokens; the host's must be there."""
@@ -104,11 +109,14 @@ class StepPlanner:
             device=self.device,
             lag=SYNC_LAG if get_schedule().disable_overlap_schedule else OVERLAP_LAG,
             extra=trace_features.width(self.gamma) if self.traces(options) or estimate is not None else 0,
+            uncollected=EVERY,
         )
         if self.traces(options):
             self._trace = TraceRecorder(options.trace, self.gamma, meta=describe(self.model_runner))
         self._ones = torch.ones(max_requests, dtype=torch.int32, device=self.device)
         self._log_every = options.log_decisions == "every"
+        # A trace has every step, on all ranks alike; an estimate learns from every step of a request.
+        self._may_repeat = options.trace is None and not self._log_every and estimate is None
         if options.priority_weight > 0:
             self._priorities = Priorities(options.priority_weight, get_schedule().schedule_low_priority_values_first)
         if torch.device(self.device).type == "cuda":
@@ -133,12 +141,18 @@ class StepPlanner:
     def size(self, batch: Any) -> None:
         """Decide this step's budget from steps that are old enough."""
         self._iteration = batch.forward_iter
-        self.decision = None
+        last, self.decision, self._repeating = self._sized, None, False
         if not self.ragged:
+            return
+        requests = batch.batch_size()
+        decodes = not (batch.forward_mode.is_extend() or batch.is_extend_in_batch or requests == 0)
+        if decodes and self._may_repeat and self._steady.repeats(requests):
+            self._repeating, self._requests = True, requests
+            self.decision = last.for_requests(requests, self.gamma)
             return
         for record in self._relay.collect(self._iteration):
             self._learn(record)
-        if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.batch_size() == 0:
+        if not decodes:
             return
         slots = batch.req_pool_indices_cpu.numpy()
         generations = self.model_runner.req_to_token_pool.req_generation[batch.req_pool_indices_cpu].numpy()
@@ -146,21 +160,26 @@ class StepPlanner:
             self.estimate.begin(self._iteration, slots, generations)
         confidence, fresh = self._relay.read(slots, generations)
         self._slots, self._generations, self._kv_tokens = slots, generations, _kv_tokens(batch)
+        self._requests = requests
         self._weights = None if self._priorities is None else self._priorities.weights(batch.reqs)
         self.decision = self._engine.size(
             confidence,
-            requests=len(slots),
-            non_draft_tokens=len(slots),
+            requests=requests,
+            non_draft_tokens=requests,
             kv_tokens=self._kv_tokens,
             fresh=fresh,
             weights=self._weights,
         )
+        self._sized = self.decision
+        self._steady.sized(self.decision, requests)
         if self._log_every and get_parallel().tp_rank == 0:
             logger.info("Step %d of %d requests: %s", self._iteration, len(slots), self.decision)
 
     def _learn(self, record: StepRecord) -> None:
         """Feed a finished step to the engine; what comes of this rank's clock takes effect as rank 0 measured it."""
         self.counters.observe(record)
+        if not record.observed:
+            return
         if self._trace is not None:
             self._trace.record(record, record.decision)
         requests = len(record.slots)
@@ -171,7 +190,8 @@ class StepPlanner:
             kv_tokens=record.kv_tokens,
             committed_tokens=int(record.commit_lens.sum()),
             step_ms=record.step_ms,
-            drafted=record.confidence is not None,
+            follows=record.follows,
+            drafted=record.drafted,
             confidence=record.confidence,
             verified=record.verify_lens - 1,
             accepted=record.commit_lens - 1,
@@ -190,7 +210,7 @@ class StepPlanner:
 
     def begin_step(self) -> None:
         """The step that was sized is about to be launched."""
-        if self.decision is not None:
+        if self.decision is not None and not self._repeating:
             self._relay.begin()
 
     # -- after the draft --
@@ -233,7 +253,7 @@ class StepPlanner:
 
     def draft_after_all(self) -> None:
         """The batch needs the host's full step: draft, and verify everything."""
-        self.decision = replace(self.decision, draft=True, uniform=True, budget=len(self._slots) * self.gamma)
+        self.decision = replace(self.decision, draft=True, uniform=True, budget=self._requests * self.gamma)
 
     def anchor_layout(self, requests: int) -> Any:
         """The packed layout that verifies one token of each request."""
@@ -251,7 +271,20 @@ class StepPlanner:
     # -- when the step is launched --
 
     def publish(self, *, confidence: torch.Tensor | None, commit_lens: torch.Tensor | None) -> None:
-        """Send the step's confidences [R, K] and committed tokens [R] on their way to the CPU; None without a draft."""
+        """Send the step's confidences [R, K] and committed tokens [R] on their way to the CPU; None without a draft.
+
+        Of a step that repeats a decision only the committed tokens go.
+        """
+        if self._repeating:
+            self._relay.count(
+                iteration=self._iteration,
+                requests=self._requests,
+                commit_lens=commit_lens,
+                decision=self.decision,
+                tier=self._tier,
+                last=not self._steady.left,
+            )
+            return
         self._relay.publish(
             iteration=self._iteration,
             slots=self._slots,

@@ -35,6 +35,8 @@ class StepRecord:
         verify_lens: [R] int64 verified tokens, the anchor included.
         commit_lens: [R] int64 committed tokens, the bonus token included.
         step_ms: time since the step before it, in ms; where that was no decode step, since this one was launched.
+        follows: whether it is the former.
+        observed: False for a step that repeated a decision and was only counted: it has neither confidences nor a time.
         decision: what the policy had decided for it.
         tier: tokens of the graph that it ran in; 0 where that is not known.
         extra: [R, extra] float32 columns for the trace, where it is on.
@@ -51,6 +53,13 @@ class StepRecord:
     decision: Any = None
     tier: int = 0
     extra: np.ndarray | None = None
+    follows: bool = True
+    observed: bool = True
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the step had drafts to verify."""
+        return self.confidence is not None or (not self.observed and self.decision.draft)
 
 
 class _Landing:
@@ -100,6 +109,7 @@ class _Flight:
     mark: Any
     decision: Any
     tier: int
+    observed: bool
 
 
 class StepRelay:
@@ -112,15 +122,26 @@ class StepRelay:
         device: where the steps run.
         lag: how many iterations old a step must be before it is read (``OVERLAP_LAG`` or ``SYNC_LAG``).
         extra: most columns that a step may carry besides.
+        uncollected: most steps between two collections.
     """
 
-    def __init__(self, *, num_slots: int, gamma: int, max_requests: int, device: str, lag: int, extra: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        gamma: int,
+        max_requests: int,
+        device: str,
+        lag: int,
+        extra: int = 0,
+        uncollected: int = 0,
+    ) -> None:
         self.gamma, self.lag = gamma, lag
         self._cuda = torch.device(device).type == "cuda"
         self._confidence = np.ones((num_slots, gamma), dtype=np.float32)
         self._generation = np.full(num_slots, -1, dtype=np.int64)
-        # One for the step that runs, one for each step that is not old enough yet, one to spare.
-        depth = lag + 2
+        # One for the step that runs, one for each step that is not old enough yet or waits, one to spare.
+        depth = lag + 2 + uncollected
         self._landings = deque(_Landing(max_requests, gamma, extra, self._cuda) for _ in range(depth))
         self._flights: deque[_Flight] = deque()
         # A mark is read when the step after it is collected, so one more than the flights is in use; and two a step.
@@ -155,9 +176,7 @@ class StepRelay:
         """
         landing, start, self._start = None, self._start, None
         if confidence is not None:
-            if not self._landings:
-                raise RuntimeError("a step was published before the earlier ones were collected")
-            landing = self._landings.popleft()
+            landing = self._landing()
             landing.begin(
                 confidence=confidence.float().contiguous(),
                 verify_lens=verify_lens,
@@ -165,8 +184,26 @@ class StepRelay:
                 extra=extra,
             )
         self._flights.append(
-            _Flight(iteration, slots, generations, kv_tokens, landing, start, self._mark(), decision, tier)
+            _Flight(iteration, slots, generations, kv_tokens, landing, start, self._mark(), decision, tier, True)
         )
+
+    def count(
+        self, *, iteration: int, requests: int, commit_lens: torch.Tensor | None, decision: Any, tier: int, last: bool
+    ) -> None:
+        """A step that is only counted was just launched; ``commit_lens`` [R] as in ``publish``. The next one will be
+        published if it is the ``last`` such: its time counts from this one's end."""
+        landing = None
+        if commit_lens is not None:
+            landing = self._landing()
+            landing.begin(commit_lens=commit_lens)
+        mark = self._mark() if last else None
+        nobody = _nobody(requests)
+        self._flights.append(_Flight(iteration, nobody, nobody, 0.0, landing, None, mark, decision, tier, False))
+
+    def _landing(self) -> _Landing:
+        if not self._landings:
+            raise RuntimeError("a step was published before the earlier ones were collected")
+        return self._landings.popleft()
 
     def _mark(self) -> Any:
         if self._marks is None:
@@ -175,27 +212,30 @@ class StepRelay:
         mark.record()
         return mark
 
-    def _step_ms(self, flight: _Flight) -> float | None:
-        """From the mark of the step before to this one's; from this one's start if another forward ran in between."""
+    def _step_ms(self, flight: _Flight) -> tuple[float | None, bool]:
+        """From the mark of the step before to this one's; from this one's start if another forward ran in between. And
+        whether it is the former."""
         last, self._last = self._last, flight
-        follows = last is not None and last.iteration == flight.iteration - 1
+        follows = last is not None and last.iteration == flight.iteration - 1 and last.mark is not None
         since = last.mark if last is not None and follows else flight.start
         ms = None
-        if since is not None and self._marks is None:
+        if since is None or flight.mark is None:
+            pass
+        elif self._marks is None:
             ms = (flight.mark - since) * 1e3
-        elif since is not None:
+        else:
             flight.mark.synchronize()
             ms = since.elapsed_time(flight.mark)
         if self._marks is not None:
             self._marks.extend(mark for mark in (flight.start, None if last is None else last.mark) if mark is not None)
-        return ms
+        return ms if flight.observed else None, follows
 
     def collect(self, iteration: int) -> list[StepRecord]:
         """Steps that are old enough at ``iteration``, oldest first; their confidences become readable."""
         records = []
         while self._flights and self._flights[0].iteration <= iteration - self.lag:
             flight = self._flights.popleft()
-            step_ms = self._step_ms(flight)
+            step_ms, follows = self._step_ms(flight)
             confidence, verify_lens, commit_lens, extra = self._land(flight)
             if confidence is not None:
                 self._confidence[flight.slots] = confidence
@@ -213,6 +253,8 @@ class StepRelay:
                     decision=flight.decision,
                     tier=flight.tier,
                     extra=extra,
+                    follows=follows,
+                    observed=flight.observed,
                 )
             )
         return records
@@ -235,3 +277,11 @@ class StepRelay:
         """Newest readable confidences of these requests: [R, K] float32, and [R] bool, False where there are none."""
         # ``take`` gathers rows five times as fast as an index does.
         return self._confidence.take(slots, axis=0), self._generation[slots] == generations
+
+
+_ZEROS = np.zeros(256, dtype=np.int64)
+
+
+def _nobody(requests: int) -> np.ndarray:
+    """[R] zeros in the place of slots that nobody will look at."""
+    return _ZEROS[:requests] if requests <= _ZEROS.size else np.zeros(requests, dtype=np.int64)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_adaptive.policy.budget import LOW_LOAD, Decision
 from sglang_adaptive.runtime.relay import OVERLAP_LAG, SYNC_LAG, StepRelay
 
 GAMMA = 3
@@ -94,3 +95,42 @@ def test_a_step_after_another_forward_is_timed_from_its_own_start(monkeypatch):
     publish(steps, 4, [1], [1], 0.5)  # a prefill ran in between
     times = [record.step_ms for record in steps.collect(9)]
     assert times == pytest.approx([4.0, 6.0, 6.0])
+
+
+def count(target, iteration, commit, *, draft, last=False):
+    decision = Decision(GAMMA * len(commit) if draft else 0, draft, draft, 1.0, 1.0, LOW_LOAD)
+    target.count(
+        iteration=iteration,
+        requests=len(commit),
+        commit_lens=torch.tensor(commit) if draft else None,
+        decision=decision,
+        tier=0,
+        last=last,
+    )
+
+
+def test_steps_that_are_only_counted_say_what_was_committed_and_nothing_else():
+    steps = StepRelay(num_slots=8, gamma=GAMMA, max_requests=4, device="cpu", lag=SYNC_LAG, uncollected=4)
+    publish(steps, 1, [1], [7], 0.5)
+    count(steps, 2, [3], draft=True)
+    count(steps, 3, [1, 1], draft=False)
+    count(steps, 4, [2, 4], draft=True, last=True)
+    publish(steps, 5, [1], [7], 0.25)
+    records = steps.collect(6)
+    assert [record.observed for record in records] == [True, False, False, False, True]
+    assert [record.drafted for record in records] == [True, True, False, True, True]
+    assert [record.commit_lens.tolist() for record in records] == [[2], [3], [1, 1], [2, 4], [2]]
+    assert [record.verify_lens.tolist() for record in records] == [[4], [4], [1, 1], [4, 4], [4]]
+    assert [record.step_ms is not None for record in records[1:]] == [False, False, False, True]
+    assert records[-1].follows, "the last counted step's end is the observed one's beginning"
+    assert steps.read(np.array([1]), np.array([7]))[0][0, 0] == 0.25
+
+
+def test_the_time_of_a_step_after_one_without_a_mark_counts_from_its_launch():
+    steps = StepRelay(num_slots=8, gamma=GAMMA, max_requests=4, device="cpu", lag=SYNC_LAG, uncollected=4)
+    publish(steps, 1, [1], [7], 0.5)
+    count(steps, 2, [3], draft=True)
+    steps.begin()
+    publish(steps, 3, [1], [7], 0.25)
+    record = steps.collect(4)[-1]
+    assert record.step_ms is not None and not record.follows

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sglang_adaptive.policy.budget import Decision
+from sglang_adaptive.policy.budget import NO_TABLE, Decision
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.cost import CostModel, VerifySample
 from sglang_adaptive.policy.engine import LOOK, LOOK_WHOLE, WHOLE_IS_FASTER, Engine
@@ -200,3 +200,52 @@ def test_a_server_that_stopped_drafting_probes_what_it_never_measured():
     assert engine._trimmed_or_whole(trimmed, alive, 32, 512.0).reason == WHOLE_IS_FASTER
     measured(engine, {(True, 7 * 32): 20.0}, steps=16)
     assert engine._trimmed_or_whole(trimmed, alive, 32, 512.0) is trimmed
+
+
+def test_a_table_that_its_correction_made_flat_does_not_end_the_comparison_of_modes():
+    """Slow steps at few tokens, as while requests join, can do that to a table."""
+    engine = Engine(PolicyConfig(auto_refresh=False), profiled(), GAMMA)
+    flat = profiled().verify_ms[-1, 0] / profiled().verify_ms[:, 0]
+    confidence, verified, accepted = np.full((32, GAMMA), 0.45), np.full(32, GAMMA), np.zeros(32, np.int64)
+    reasons = set()
+    for step in range(600):
+        fresh = np.full(32, step > 1)
+        decision = engine.size(confidence, requests=32, non_draft_tokens=32, kv_tokens=512.0, fresh=fresh)
+        reasons.add(decision.reason)
+        engine.observe(
+            requests=32,
+            non_draft_tokens=32,
+            draft_tokens=decision.budget,
+            kv_tokens=512.0,
+            committed_tokens=40,
+            step_ms=7.6 if decision.draft else 2.0,
+            drafted=decision.draft,
+            confidence=confidence if decision.draft else None,
+            verified=verified,
+            accepted=accepted,
+        )
+        if engine.refresh_due:
+            state = engine.measured_state()
+            state[-flat.size :] = flat
+            engine.apply_measured(state)
+            assert not engine.cost.is_informative
+    assert engine.gate.skipping and NO_TABLE not in reasons
+
+
+def test_a_step_that_waited_for_the_host_says_nothing_of_the_table():
+    engine = Engine(PolicyConfig(), profiled(), GAMMA)
+    confidence, fresh = np.full((4, GAMMA), 0.8), np.ones(4, bool)
+    for follows in (False, True):
+        for _ in range(200):
+            engine.size(confidence, requests=4, non_draft_tokens=4, kv_tokens=512.0, fresh=fresh)
+            engine.observe(
+                requests=4,
+                non_draft_tokens=4,
+                draft_tokens=28,
+                kv_tokens=512.0,
+                committed_tokens=12,
+                step_ms=12.0,
+                follows=follows,
+            )
+        moved = engine.cost.verify_cost(32, 512.0) > 2 * profiled().verify_cost(32, 512.0)
+        assert moved == follows

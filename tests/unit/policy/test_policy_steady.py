@@ -1,0 +1,76 @@
+"""A decision that has been the same for long is repeated, and only such a one."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_adaptive.policy.budget import LOW_LOAD, TRIMMED, Decision
+from sglang_adaptive.policy.engine import LOOK, LOOK_WHOLE
+from sglang_adaptive.policy.saturation import PROBE, SATURATED
+from sglang_adaptive.policy.steady import Steady
+
+WHOLE = Decision(7, True, True, 1.5, 3.0, LOW_LOAD)
+PLAIN = Decision(0, False, False, 1.0, 2.0, SATURATED)
+
+
+def schedule(steady: Steady, decisions: list[Decision], requests: int = 1) -> str:
+    """S for a step that was sized, r for one that repeated."""
+    steps = ""
+    for decision in decisions:
+        if steady.repeats(requests):
+            steps += "r"
+        else:
+            steady.sized(decision, requests)
+            steps += "S"
+    return steps
+
+
+@pytest.mark.parametrize("decision", [WHOLE, PLAIN])
+def test_one_step_in_four_is_sized_after_a_streak(decision: Decision) -> None:
+    assert schedule(Steady(every=4, streak=3), [decision] * 14) == "SSSSrrrSrrrSrr"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Decision(3, True, False, 1.5, 3.0, TRIMMED),
+        Decision(0, False, False, 1.0, 2.0, LOOK),
+        Decision(7, True, True, 1.0, 2.0, LOOK_WHOLE),
+        Decision(7, True, True, 1.0, 2.0, PROBE),
+    ],
+    ids=lambda decision: decision.reason,
+)
+def test_another_decision_ends_the_streak_and_does_not_repeat_itself(other: Decision) -> None:
+    steady = Steady(every=4, streak=3)
+    assert schedule(steady, [WHOLE] * 7) == "SSSSrrr"
+    assert schedule(steady, [other] * 9) == "S" * 9
+    assert schedule(steady, [WHOLE] * 6) == "SSSSrr"
+
+
+def test_drafting_and_not_drafting_are_two_decisions() -> None:
+    steady = Steady(every=4, streak=3)
+    assert schedule(steady, [WHOLE] * 7 + [PLAIN] * 5) == "SSSSrrr" + "SSSSr"
+
+
+def test_another_load_is_sized_at_once() -> None:
+    steady = Steady(every=4, streak=3)
+    assert schedule(steady, [WHOLE] * 5, requests=4) == "SSSSr"
+    # Between 4 and 7 requests it is one load.
+    assert schedule(steady, [WHOLE], requests=7) == "r"
+    assert schedule(steady, [WHOLE] * 5, requests=8) == "SSSSr"
+
+
+def test_the_last_repeat_is_known() -> None:
+    steady = Steady(every=4, streak=0)
+    steady.sized(WHOLE, 1)
+    steady.sized(WHOLE, 1)
+    left = []
+    while steady.repeats(1):
+        left.append(steady.left)
+    assert left == [2, 1, 0]
+
+
+def test_a_repeated_decision_fits_the_requests_of_its_step() -> None:
+    assert WHOLE.for_requests(1, 7) is WHOLE
+    assert WHOLE.for_requests(3, 7).budget == 21
+    assert PLAIN.for_requests(5, 7) is PLAIN
