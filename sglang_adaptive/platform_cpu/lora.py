@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend, TorchNativeLoRABatchInfo
 
 from sglang_adaptive.errors import AdaptiveError
@@ -30,6 +31,13 @@ class AdaptiveCpuLora(TorchNativeLoRABackend):
             raise AdaptiveError(
                 "The CPU platform does not apply LoRA adapters to the output head: use an adapter without lm_head, or "
                 "leave it out of --lora-target-modules."
+            )
+        # The host wraps a target's experts where an adapter changes both projections.
+        experts = any(isinstance(module, FusedMoE) for module in base_model.modules())
+        if experts and {"gate_up_proj", "down_proj"} <= target_modules:
+            raise AdaptiveError(
+                "The CPU platform does not apply LoRA adapters to the experts of a mixture: use an adapter without "
+                "gate_proj, up_proj and down_proj, or leave them out of --lora-target-modules."
             )
 
     def prepare_lora_batch(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_adaptive.errors import AdaptiveError
@@ -75,3 +76,14 @@ def test_adapters_of_the_output_head_are_refused():
     backend.validate_lora_targets(torch.nn.Module(), {"qkv_proj"})
     with pytest.raises(AdaptiveError, match="without lm_head"):
         backend.validate_lora_targets(torch.nn.Module(), {"qkv_proj", "lm_head"})
+
+
+def test_adapters_of_experts_are_refused():
+    backend = AdaptiveCpuLora(max_loras_per_batch=1, device=torch.device("cpu"))
+    experts = FusedMoE.__new__(FusedMoE)
+    torch.nn.Module.__init__(experts)
+    mixture, dense = torch.nn.Sequential(torch.nn.Linear(2, 2), experts), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    backend.validate_lora_targets(dense, {"qkv_proj", "gate_up_proj", "down_proj"})
+    backend.validate_lora_targets(mixture, {"qkv_proj", "o_proj"})
+    with pytest.raises(AdaptiveError, match="experts of a mixture"):
+        backend.validate_lora_targets(mixture, {"qkv_proj", "gate_up_proj", "down_proj"})
