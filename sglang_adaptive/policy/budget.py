@@ -150,7 +150,7 @@ def verify_all(
     budget = requests * most
     expected = float(requests + np.add.reduce(survival[:, :most], axis=None))
     ms = 0.0
-    if cost.is_informative:
+    if cost.tiers.size:
         ms = cost.point_ms(requests, non_draft_tokens + budget, requests + budget, kv_tokens)
     return Decision(budget, True, budget == requests * width, expected, ms, reason)
 

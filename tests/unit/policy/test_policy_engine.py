@@ -8,7 +8,7 @@ from policy_cases import staircase, staircases, stairs_cost, survivals
 
 from sglang_adaptive.policy import budget as reasons
 from sglang_adaptive.policy import engine as engine_module
-from sglang_adaptive.policy.budget import no_trim_can_gain, size_budget
+from sglang_adaptive.policy.budget import Decision, no_trim_can_gain, size_budget, verify_all
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.engine import Engine
@@ -232,6 +232,40 @@ def test_one_odd_step_never_stops_drafting():
     for _ in range(10):
         assert saturated(0.0, 1, engine)[0].draft
         assert all(decision.draft for decision in saturated(0.9, 5, engine))
+
+
+@pytest.mark.parametrize("requests", [4, 64])
+def test_a_head_that_is_far_too_low_is_corrected_before_it_can_stop_drafting(requests):
+    """It says 0.2 where nine drafts of ten pass, which pays well."""
+    engine = Engine(PolicyConfig(), SATURATING, K)
+    confidence, all_pass = np.full((requests, K), 0.2), np.full(requests, K)
+    for n in range(200):
+        fresh = np.full(requests, n > 1)
+        step = {"requests": requests, "non_draft_tokens": requests, "kv_tokens": 0.0}
+        decision = engine.size(confidence, fresh=fresh, **step)
+        assert decision.draft, f"step {n}: {decision}"
+        verified = np.full(requests, -(-decision.budget // requests))
+        accepted = np.minimum(verified, all_pass - (np.arange(requests) + n) % 10 // 9 * K)
+        engine.observe(
+            **step,
+            draft_tokens=decision.budget,
+            committed_tokens=requests + int(accepted.sum()),
+            confidence=confidence,
+            verified=verified,
+            accepted=accepted,
+        )
+
+
+def test_a_probe_does_not_verify_everything_where_the_table_rules_that_out():
+    """Nothing was measured, and by the table a trimmed step yields a multiple of the tokens per ms."""
+    engine = Engine(PolicyConfig(), SATURATING, K)
+    engine.gate.skipping = True
+    alive = np.tile(0.01 ** np.arange(1, K + 1), (32, 1))
+    whole = verify_all(alive, engine.cost, 32, 0.0, "whole")
+    much_better = Decision(8, True, False, 32.2, whole.predicted_ms / 1.3, "trimmed")
+    assert engine._trimmed_or_whole(much_better, alive, 32, 0.0) is much_better
+    little_better = much_better.at_cost(whole.predicted_ms / 1.1)
+    assert engine._trimmed_or_whole(little_better, alive, 32, 0.0).uniform
 
 
 def test_one_request_is_judged_by_many_steps():
