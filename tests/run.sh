@@ -17,15 +17,18 @@ if [ $# -gt 0 ] || [ "$(nproc 2>/dev/null || echo 1)" -lt 2 ] || [ "${room:-0}" 
 fi
 
 output=$(mktemp)
-# In a group of its own, so that it can be ended as a whole; it yields to the other, where some tests look at the clock.
-set -m
-nice -n 5 "$PYTHON" -m pytest --durations=12 "${half[@]}" >"$output" 2>&1 </dev/null &
+set -m # each in a group of its own, so that it can be ended as a whole
+"$PYTHON" -m pytest --durations=12 "${half[@]}" >"$output" 2>&1 </dev/null &
+first=$!
+"$PYTHON" -m pytest --durations=12 "${half[@]/#/--ignore=}" </dev/null &
+second=$!
 set +m
-other=$!
-trap 'kill -INT -- "-$other" 2>/dev/null || true; wait "$other" || true; rm -f "$output"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'kill -INT -- "-$first" "-$second" 2>/dev/null || true; wait; rm -f "$output"' EXIT
 status=0
-"$PYTHON" -m pytest --durations=12 "${half[@]/#/--ignore=}" || status=$?
+wait "$second" || status=$?
 echo "The half that ran beside it:"
-wait "$other" || status=$?
+wait "$first" || status=$?
 cat "$output"
 exit "$status"
