@@ -113,11 +113,14 @@ ROWS = (
     ),
     Row(
         "LoRA adapters of the target",
-        f"{EQUAL}, on a CPU; on GPUs every draft token is verified, and the log says so: not run here",
+        f"{EQUAL}, on a CPU, where adapters of experts or of the output head are refused; on GPUs every draft token is "
+        "verified, and the log says so: not run here",
         (
             f"{_ODD}test_adapters_side_by_side",
             "tests/e2e/test_eagle.py::test_an_eagle_draft_and_an_adapter",
             "tests/unit/platform_cpu/test_lora.py::test_each_row_gets_the_adapter_of_its_request",
+            "tests/unit/platform_cpu/test_lora.py::test_adapters_of_experts_are_refused",
+            "tests/unit/platform_cpu/test_lora.py::test_adapters_of_the_output_head_are_refused",
             _GPU,
         ),
     ),
@@ -135,6 +138,14 @@ ROWS = (
         "Aborts, disconnects",
         "nothing is left behind",
         ("tests/e2e/test_faults.py::test_a_storm_of_clients_that_leave",),
+    ),
+    Row(
+        "`--dp-size`, SGLang's router",
+        "unchanged; each engine decides by its own load",
+        (
+            "tests/e2e/test_fleet.py::test_data_parallel_engines_decide_each_for_itself",
+            "tests/e2e/test_fleet.py::test_two_engines_behind_the_router",
+        ),
     ),
     Row(
         "Multimodal rotary (mRoPE) targets, recurrent (mamba, GDN, short convolution) targets",

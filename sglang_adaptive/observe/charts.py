@@ -25,7 +25,7 @@ REASONS = {
     budget.LOW_LOAD: ("verify all: low load", SKY),
     budget.SMALL_GAIN: ("verify all: no trim gains enough", BLUE),
     budget.ALL_WORTH: ("verify all: every draft is worth it", "#004c77"),
-    budget.NO_TABLE: ("verify all: no cost table", RED),
+    budget.NO_TABLE: ("verify all: no cost table, or a flat one", RED),
     budget.TRIMMED: ("trimmed", GREEN),
     saturation.SATURATED: ("no draft: costs more than it gains", ORANGE),
     engine.LOOK: ("no draft: a look", YELLOW),

@@ -22,7 +22,7 @@ _DECISIONS = {
     "not_drafted": ("no draft", "yellow"),
 }
 _FALLBACKS = {
-    "no_cost_table": "no cost table: everything is verified",
+    "no_cost_table": "no cost table, or a flat one: everything is verified",
     "needs_draft": "structured output or logprobs: drafted all the same",
     "invalid_confidence": "confidences that are no probabilities",
 }
