@@ -181,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
     columns = [TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(todo))
-        rows = study.run_all(todo, arguments.jobs, lambda: progress.advance(bar))
+        rows = study.run_all(todo, arguments.jobs, lambda _: progress.advance(bar))
     latency = {name: curves(rows, arms, f"token_ms_{name}") for name in QUANTILES}
     title = f"{arguments.engines} engines, {Path(arguments.table).stem}, {arguments.traffic} traffic (simulated)"
     text = "\n".join(

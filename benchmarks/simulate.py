@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,6 +21,9 @@ from sglang_adaptive.benchmarks.simulator.loop import Scenario
 from sglang_adaptive.errors import AdaptiveError
 
 ARMS = ["none", *(f"fixed-{n}" for n in range(1, study.GAMMA + 1)), "stock", "ours", "clairvoyant", "informed"]
+
+
+_SAVE_EVERY = 20
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -56,6 +60,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--prefill", choices=["none", "separate", "mixed"], default="none")
     result.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     result.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT-TABLE-TRAFFIC.png")
+    result.add_argument(
+        "--resume", action="store_true", help="keep the simulations that OUT.json has; it grows on the way"
+    )
     result.add_argument("--title", default="Simulated throughput", help="of the report")
     result.add_argument("--note", default="", help="what the numbers mean; goes into the report")
     return result
@@ -66,11 +73,20 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     plan = _plan(arguments)
     started = time.monotonic()
-    tasks = plan.tasks()
+    known = _known(arguments)
+    tasks = [task for task in plan.tasks() if study.identity(task) not in known]
     columns = [TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(tasks))
-        rows = study.run_all(tasks, arguments.jobs, lambda: progress.advance(bar))
+
+        def done(result: report.Row) -> None:
+            progress.advance(bar)
+            known[study.found_in(result)] = result
+            if arguments.resume and len(known) % _SAVE_EVERY == 0:
+                _write(arguments.out.with_name(arguments.out.name + ".json"), list(known.values()))
+
+        study.run_all(tasks, arguments.jobs, done)
+    rows = [known[study.identity(task)] for task in plan.tasks()]
     seconds = time.monotonic() - started
     text = _report(arguments, plan, rows, seconds, argv)
     if arguments.out is None:
@@ -78,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.with_name(arguments.out.name + ".md").write_text(text)
-    arguments.out.with_name(arguments.out.name + ".json").write_text(_compact(rows))
+    _write(arguments.out.with_name(arguments.out.name + ".json"), rows)
     for name, cells in _by_picture(rows).items():
         path = arguments.out.with_name(f"{arguments.out.name}-{name}.png")
         plot.draw(report.pareto(cells), report.roles(plan.arms), f"simulated: {name}", path)
@@ -125,6 +141,30 @@ def _plan(arguments: argparse.Namespace) -> study.Plan:
         arguments.least_tokens,
         scenario,
     )
+
+
+def _known(arguments: argparse.Namespace) -> dict[tuple[Any, ...], report.Row]:
+    if not arguments.resume:
+        return {}
+    if arguments.out is None:
+        raise AdaptiveError("--resume needs --out, where the simulations are.")
+    path = arguments.out.with_name(arguments.out.name + ".json")
+    try:
+        record = json.loads(path.read_text())
+        rows = [dict(zip(record["columns"], values, strict=True)) for values in record["rows"]]
+    except FileNotFoundError:
+        return {}
+    except (ValueError, LookupError, TypeError) as error:
+        raise AdaptiveError(f"{path} holds no simulations to go on with ({error}); remove it.") from error
+    return {study.found_in(row): row for row in rows}
+
+
+def _write(path: Path, rows: list[report.Row]) -> None:
+    """The numbers, whole at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(_compact(rows))
+    part.replace(path)
 
 
 def _compact(rows: list[report.Row]) -> str:

@@ -11,10 +11,12 @@
   confidences, those of an unbiased head.
 * ``informed``: knows the true probability of each draft of this step, not its outcome, and picks the budget (or not to
   draft) that maximises expected tokens per ms: no head and no calibration can know more.
+* ``informed-rate``: knows the same, and maximises expected tokens minus its own long-run rate times ms. That is the
+  optimum of renewal-reward theory where all tokens are alike; requests go through easy and hard text in order, though.
 * ``oracle``: as ``clairvoyant``, but it also hands the budget out knowing the outcomes, so that no draft is ever
   verified in vain. A bound only.
 
-``stock`` and ``ours`` size with confidences two steps old and hand out by live ones. The other three see the present
+``stock`` and ``ours`` size with confidences two steps old and hand out by live ones. The last four see the present
 step and the true costs.
 """
 
@@ -29,18 +31,21 @@ import numpy as np
 from sglang_adaptive.benchmarks.simulator.view import Record, View
 from sglang_adaptive.errors import AdaptiveError
 from sglang_adaptive.policy.cost import CostModel
-from sglang_adaptive.policy.engine import Engine, PolicyConfig
+from sglang_adaptive.policy.engine import Decision, Engine, PolicyConfig
 from sglang_adaptive.policy.saturation import SkipRules
+from sglang_adaptive.policy.steady import Steady
 from sglang_adaptive.policy.survival import survival
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``verify`` [R] drafts per request; ``draft`` False: the drafter does not run; ``ragged``: not uniform."""
+    """``verify`` [R] drafts per request; ``draft`` False: the drafter does not run; ``ragged``: not uniform;
+    ``observed`` False: the step repeats a decision, and nothing is learned from it."""
 
     verify: np.ndarray
     draft: bool = True
     ragged: bool = False
+    observed: bool = True
 
 
 class Arm:
@@ -88,16 +93,16 @@ class Ours(Arm):
 
     def __init__(self, table: CostModel, gamma: int, config: PolicyConfig) -> None:
         self.engine = Engine(config, table, gamma)
+        self.steady = Steady()
+        self.decision: Decision | None = None
 
     def decide(self, view: View) -> Plan:
-        stale, fresh = view.stale()
-        decision = self.engine.size(
-            stale,
-            requests=view.requests,
-            non_draft_tokens=view.non_draft_tokens,
-            kv_tokens=view.kv_tokens,
-            fresh=fresh,
-        )
+        # As the server's planner does. With mixed prefill every step is sized.
+        if view.requests == view.non_draft_tokens and self.decision and self.steady.repeats(view.requests):
+            draft = self.decision.draft
+            return Plan(np.full(view.requests, self.engine.gamma * draft), draft=draft, observed=False)
+        self.decision = decision = self._sized(view)
+        self.steady.sized(decision, view.requests)
         if not decision.draft:
             return Plan(np.zeros(view.requests, np.int64), draft=False)
         if decision.uniform:
@@ -105,6 +110,16 @@ class Ours(Arm):
         live = view.live()
         calibrated = self.engine.calibration.apply(live) if self.engine.config.calibrate else live
         return _handed_out(decision.budget, calibrated)
+
+    def _sized(self, view: View) -> Decision:
+        stale, fresh = view.stale()
+        return self.engine.size(
+            stale,
+            requests=view.requests,
+            non_draft_tokens=view.non_draft_tokens,
+            kv_tokens=view.kv_tokens,
+            fresh=fresh,
+        )
 
     def learn(self, record: Record) -> None:
         self.engine.observe(
@@ -146,16 +161,34 @@ class Clairvoyant(Arm):
             view.requests, view.non_draft_tokens, view.requests, gained.size + 1, view.kv_tokens, draft=True
         )
         ms[: view.requests * view.gamma] += self.trim_ms
-        rate = (view.requests + np.concatenate([[0], gained])) / ms
-        best = int(np.argmax(rate))
         plain = self.table.point_ms(view.requests, view.non_draft_tokens, view.requests, view.kv_tokens, draft=False)
-        return best if rate[best] > view.requests / plain else None
+        return self._choose(view.requests + np.concatenate([[0], gained]), ms, view.requests, plain)
+
+    def _choose(self, expected: np.ndarray, ms: np.ndarray, plain_tokens: int, plain_ms: float) -> int | None:
+        rate = expected / ms
+        best = int(np.argmax(rate))
+        return best if rate[best] > plain_tokens / plain_ms else None
 
 
 class Informed(Clairvoyant):
     def decide(self, view: View) -> Plan:
         shares = survival(view.truth())
         return self._in_order(view, shares, shares.T)
+
+
+class InformedRate(Informed):
+    def __init__(self, table: CostModel, trim_ms: float) -> None:
+        super().__init__(table, trim_ms)
+        self.tokens = self.ms = 0.0
+
+    def _choose(self, expected: np.ndarray, ms: np.ndarray, plain_tokens: int, plain_ms: float) -> int | None:
+        rate = self.tokens / self.ms if self.ms else float(np.max(expected / ms))
+        value = expected - rate * ms
+        best = int(np.argmax(value))
+        draft = value[best] > plain_tokens - rate * plain_ms
+        self.tokens += expected[best] if draft else plain_tokens
+        self.ms += ms[best] if draft else plain_ms
+        return best if draft else None
 
 
 class Oracle(Clairvoyant):
@@ -185,7 +218,7 @@ def _handed_out(budget: int, confidence: np.ndarray) -> Plan:
     return Plan(top_budget(survival(confidence), budget), ragged=budget < confidence.size)
 
 
-_KNOWING = {"clairvoyant": Clairvoyant, "informed": Informed, "oracle": Oracle}
+_KNOWING = {"clairvoyant": Clairvoyant, "informed": Informed, "informed-rate": InformedRate, "oracle": Oracle}
 
 
 def maker(name: str, gamma: int, believed: CostModel, true: CostModel, trim_ms: float) -> Callable[[], Arm]:
@@ -203,7 +236,8 @@ def maker(name: str, gamma: int, believed: CostModel, true: CostModel, trim_ms: 
     if kind in _KNOWING:
         return lambda: _KNOWING[kind](true, trim_ms)
     raise AdaptiveError(
-        f"There is no arm {name!r}; give none, fixed-1 to fixed-{gamma}, stock, ours, clairvoyant, informed or oracle."
+        f"There is no arm {name!r}; give none, fixed-1 to fixed-{gamma}, stock, ours, clairvoyant, "
+        "informed, informed-rate or oracle."
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_adaptive.benchmarks.simulator.arms import Arm
+from sglang_adaptive.benchmarks.simulator.arms import Arm, Plan
 from sglang_adaptive.benchmarks.simulator.traffic import Pool
 from sglang_adaptive.benchmarks.simulator.view import Memory, Record, View
 from sglang_adaptive.policy.cost import CostModel
@@ -141,7 +141,7 @@ class Replica:
         if slots.size:
             plan = self.arm.decide(view)
             accepted = np.minimum(plan.verify, run)
-            self._account(view, plan.verify, plan.draft, plan.ragged, accepted, outcome)
+            self._account(view, plan, accepted, outcome)
         else:
             self.now += self.table.point_ms(0, prompt, 0, 0.0, draft=False)
             accepted = slots
@@ -166,15 +166,16 @@ class Replica:
     def _collect(self) -> None:
         while len(self.flights) >= LAG:
             record, owners = self.flights.popleft(), self.owners.popleft()
+            if not record.observed:
+                continue
             if record.confidence is not None:
                 same = self.memory.owner[record.slots] == owners
                 self.memory.confidence[record.slots[same]] = record.confidence[same]
                 self.memory.known[record.slots[same]] = True
             self.arm.learn(record)
 
-    def _account(
-        self, view: View, verify: np.ndarray, draft: bool, ragged: bool, accepted: np.ndarray, outcome: Outcome
-    ) -> None:
+    def _account(self, view: View, plan: Plan, accepted: np.ndarray, outcome: Outcome) -> None:
+        verify, draft, ragged = plan.verify, plan.draft, plan.ragged
         drafts, requests = int(verify.sum()), view.requests
         tokens = view.non_draft_tokens + drafts
         ms = self.table.point_ms(requests, tokens, requests + drafts, view.kv_tokens, draft) + TRIM_MS * ragged
@@ -195,7 +196,17 @@ class Replica:
         confidence = view.live() if draft else None
         self.broken_clock = False
         self.flights.append(
-            Record(view.slots, requests, view.non_draft_tokens, view.kv_tokens, confidence, verify, accepted, step_ms)
+            Record(
+                view.slots,
+                requests,
+                view.non_draft_tokens,
+                view.kv_tokens,
+                confidence,
+                verify,
+                accepted,
+                step_ms,
+                plan.observed,
+            )
         )
         self.owners.append(self.memory.owner[view.slots])
 

@@ -12,6 +12,8 @@ from sglang_adaptive.benchmarks.simulator.study import EXACT, believes
 from sglang_adaptive.benchmarks.stats import geomean
 
 Row = dict[str, Any]
+# Who knows the true probabilities, and no outcome: what a policy can attain ("oracle probabilities").
+BOUND = "informed"
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
@@ -86,13 +88,14 @@ def ratio_table(of: Sequence[Cell], arm: str) -> list[str]:
     """Markdown lines: one per cell, how ``arm`` compares."""
     lines = [
         "| concurrency | none, tok/s | best fixed, tok/s | "
-        f"{arm}, tok/s | / best fixed | / none | / clairvoyant | / informed | / stock | / better of both, learning |",
-        "| ---: |" + " ---: |" * 9,
+        f"{arm}, tok/s | / best fixed | / none | / clairvoyant | / oracle probabilities | / stock | "
+        "/ better of both, learning | oracle probabilities, tok/s | that / clairvoyant |",
+        "| ---: |" + " ---: |" * 11,
     ]
     for cell in of:
         best = cell.best_fixed
         rival = max((a for a in (best, "none") if a and a in cell.tok_s), key=cell.mean, default=None)
-        ratios = [cell.ratio(arm, below) for below in (best, "none", "clairvoyant", "informed", "stock")]
+        ratios = [cell.ratio(arm, below) for below in (best, "none", "clairvoyant", BOUND, "stock")]
         ratios.append(cell.ratio(arm, rival, learning=True))
         shown = [
             str(cell.concurrency),
@@ -100,6 +103,8 @@ def ratio_table(of: Sequence[Cell], arm: str) -> list[str]:
             f"{cell.mean(best):.0f} ({best[6:]})" if best else "",
             f"{cell.mean(arm):.0f}",
             *("" if ratio is None else str(ratio) for ratio in ratios),
+            f"{cell.mean(BOUND):.0f}" if BOUND in cell.tok_s else "",
+            "" if (attainable := cell.ratio(BOUND, "clairvoyant")) is None else str(attainable),
         ]
         lines.append("| " + " | ".join(shown) + " |")
     return lines
@@ -109,19 +114,21 @@ def summary(of: Sequence[Cell], arm: str) -> list[str]:
     """Markdown lines: smallest and geometric mean of every ratio over cells, per table, traffic and error."""
     lines = [
         "| table | traffic | wrong at the start | / best fixed: least, geomean | / none: least, geomean | "
-        "/ clairvoyant: least, geomean | / informed: least, geomean | / better of both while learning: least |",
-        "| --- | --- | --- |" + " ---: |" * 5,
+        "/ clairvoyant: least, geomean | / oracle probabilities: least, geomean | oracle probabilities / clairvoyant: "
+        "least, geomean | / better of both while learning: least |",
+        "| --- | --- | --- |" + " ---: |" * 6,
     ]
     groups: dict[tuple[str, str, str], list[Cell]] = defaultdict(list)
     for cell in of:
         groups[cell.table, cell.traffic, cell.wrong].append(cell)
     for (table, traffic, wrong), group in groups.items():
         shown = [table, traffic, wrong]
-        for rival in ("best fixed", "none", "clairvoyant", "informed"):
+        pairs = [(arm, "best fixed"), (arm, "none"), (arm, "clairvoyant"), (arm, BOUND), (BOUND, "clairvoyant")]
+        for above, below in pairs:
             values = [
                 (ratio.mean, cell.concurrency)
                 for cell in group
-                if (ratio := cell.ratio(arm, cell.best_fixed if rival == "best fixed" else rival))
+                if (ratio := cell.ratio(above, cell.best_fixed if below == "best fixed" else below))
             ]
             shown.append(_least(values) + f", {geomean([value for value, _ in values]):.3f}" if values else "")
         learning = []

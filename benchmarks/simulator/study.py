@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,25 @@ def pool(kind: str, factor: float, seed: int) -> Pool:
     return traffic.generate(traffic.wrong_head(traffic.named(kind), factor), GAMMA, seed)
 
 
-def run_all(tasks: list[Task], jobs: int, on_done: Callable[[], None]) -> list[dict[str, Any]]:
-    """Results in the order of ``tasks``; ``on_done`` is called after each."""
+def identity(task: Task) -> tuple[Any, ...]:
+    """What a result of ``task`` says about where it comes from; ``found_in`` of the result is the same."""
+    return (
+        Path(task.table).name,
+        Path(task.traffic).name,
+        task.wrong,
+        task.arm,
+        task.seed,
+        *asdict(task.scenario).values(),
+    )
+
+
+def found_in(result: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("table", "traffic", "wrong", "arm", "seed", *(field.name for field in fields(Scenario)))
+    return tuple(result.get(name) for name in names)
+
+
+def run_all(tasks: list[Task], jobs: int, on_done: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """Results in the order of ``tasks``; ``on_done`` is called with each."""
     if jobs == 1:
         return [result for task in tasks for result in _announced(task, on_done)]
     with ProcessPoolExecutor(jobs) as workers:
@@ -115,10 +132,11 @@ def run_all(tasks: list[Task], jobs: int, on_done: Callable[[], None]) -> list[d
         results: dict[int, dict[str, Any]] = {}
         for future in as_completed(futures):
             results[futures[future]] = future.result()
-            on_done()
+            on_done(results[futures[future]])
     return [results[at] for at in range(len(tasks))]
 
 
-def _announced(task: Task, on_done: Callable[[], None]) -> Iterator[dict[str, Any]]:
-    yield run_task(task)
-    on_done()
+def _announced(task: Task, on_done: Callable[[dict[str, Any]], None]) -> Iterator[dict[str, Any]]:
+    result = run_task(task)
+    yield result
+    on_done(result)

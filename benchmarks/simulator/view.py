@@ -11,7 +11,8 @@ from sglang_adaptive.benchmarks.simulator.traffic import Pool
 
 @dataclass(frozen=True)
 class Record:
-    """A finished step of R requests; ``step_ms`` as a clock would show it, None where it says nothing."""
+    """A finished step of R requests; ``step_ms`` as a clock would show it, None where it says nothing. Of a step that
+    is not ``observed`` nobody learns anything."""
 
     slots: np.ndarray
     requests: int
@@ -21,6 +22,7 @@ class Record:
     verified: np.ndarray
     accepted: np.ndarray
     step_ms: float | None
+    observed: bool = True
 
 
 class Memory:

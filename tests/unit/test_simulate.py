@@ -40,6 +40,22 @@ def test_a_study_writes_table_numbers_and_picture(tmp_path):
     assert (tmp_path / "results" / "study-v4-pro-8xb300-mixed.png").stat().st_size > 5000
 
 
+def test_a_study_goes_on_where_it_ended(tmp_path, monkeypatch):
+    out, ran = tmp_path / "study", []
+    options = ["--concurrency", "4", "--out", str(out), "--resume", "--arms"]
+    assert simulate.main([*SMALL, *options, "none,fixed-2"]) == 0
+    before = out.with_suffix(".json").read_text()
+    run = study.run_task
+    monkeypatch.setattr(study, "run_task", lambda task: ran.append(task.arm) or run(task))
+    assert simulate.main([*SMALL, *options, "none,fixed-2,ours"]) == 0
+    assert ran == ["ours", "ours"]
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert len(found["rows"]) == 6 and all(row in found["rows"] for row in json.loads(before)["rows"])
+    out.with_suffix(".json").write_text("{}")
+    with pytest.raises(AdaptiveError, match="remove it"):
+        simulate.main([*SMALL, *options, "none"])
+
+
 def test_a_study_prints_without_a_file_and_runs_on_several_cores(capsys, monkeypatch):
     assert simulate.main([*SMALL[:-1], "2", "--concurrency", "4", "--arms", "none,fixed-2,ours"]) == 0
     assert "## ours: summary" in capsys.readouterr().out

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_adaptive.benchmarks.simulator import derive, replay, tables, traffic
+from sglang_adaptive.benchmarks.simulator import bound, derive, replay, tables, traffic
 from sglang_adaptive.benchmarks.simulator.arms import Arm, Fixed, Ours, Plan, maker, top_budget
 from sglang_adaptive.benchmarks.simulator.loop import LAG, TRIM_MS, Scenario, simulate
 from sglang_adaptive.errors import AdaptiveError
 from sglang_adaptive.policy.allocation import allocate_reference
 from sglang_adaptive.policy.cost import CostModel, VerifySample
+from sglang_adaptive.policy.engine import Engine
 from sglang_adaptive.policy.survival import survival
 from sglang_adaptive.runtime.relay import StepRecord
 from sglang_adaptive.runtime.trace import TraceRecorder, read_trace
@@ -150,9 +151,47 @@ def test_knowing_more_is_never_worse():
     assert rates == sorted(rates)
 
 
+def test_one_rate_for_easy_and_hard_text_is_no_better_than_the_ratio():
+    """Requests go through their text in order: a token of a hard passage is worth more time than the average one."""
+    scenario = Scenario(2, 16_000)
+    ratio, rate, clairvoyant = (
+        (o := run(arm, scenario)).tokens / o.ms for arm in ("informed", "informed-rate", "clairvoyant")
+    )
+    assert 0.95 < rate / ratio < 1.01 and ratio < clairvoyant
+
+
+def test_what_one_request_can_attain_is_above_all_who_do_not_know_outcomes():
+    found = bound.attainable(POOL, TABLE)
+    assert (
+        max(rate for arm, rate in found.items() if arm != "clairvoyant") == found["attainable"] < found["clairvoyant"]
+    )
+    # The same steps, simulated: chance alone is between them.
+    once_through = Scenario(1, int(POOL.length.sum()))
+    for arm in ("fixed-2", "none", "informed", "clairvoyant"):
+        outcome = run(arm, once_through)
+        assert 1e3 * outcome.tokens / outcome.ms == pytest.approx(found[arm], rel=0.03)
+
+
+def test_ours_repeats_what_it_decided_for_long_as_the_server_does(monkeypatch):
+    """Everything is verified at this load: after a streak one step in eight is sized and learned from."""
+    calls = {"size": 0, "observe": 0}
+    for name in calls:
+        method = getattr(Engine, name)
+
+        def counted(self, *args, name=name, method=method, **kwargs):
+            calls[name] += 1
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(Engine, name, counted)
+    flat = CostModel.from_samples([VerifySample(t, 0, 5.0 + 0.001 * t) for t in (1, 8, 64)], [(1, 0.5)])
+    outcome = run("ours", Scenario(4, 16_000), flat)
+    assert calls["size"] < 0.6 * outcome.steps and abs(calls["size"] - calls["observe"]) <= LAG
+    assert outcome.drafts > 0.9 * K * outcome.rows
+
+
 def test_what_never_pays_is_not_drafted_by_those_who_know():
     hopeless = replace(POOL, run=np.zeros_like(POOL.run), truth=np.zeros_like(POOL.truth))
-    for arm in ("clairvoyant", "informed", "oracle"):
+    for arm in ("clairvoyant", "informed", "informed-rate", "oracle"):
         outcome = run(arm, Scenario(4, 400), pool=hopeless)
         assert outcome.plain == outcome.steps
 
