@@ -75,6 +75,9 @@ class Engine:
         self._profiled = cost
         # Of the profile: a correction can make a table flat for a while, which is no reason to stop looking.
         self._informative = cost.is_informative
+        measures = config.correct_costs and self._informative
+        self._compares, self._measures_tiers = measures and config.look_steps > 0, measures and config.explore_steps > 0
+        self._head_known = not config.calibrate
         self._modes, self._look = ModeTimes(), Look(config.look_steps)
         self._look_whole, self._look_trimmed = Look(config.look_steps), Look(config.look_steps)
         # A list: one item of an array at a time is several times slower.
@@ -112,7 +115,7 @@ class Engine:
             decision = self._trimmed_or_whole(decision, alive, non_draft_tokens, kv_tokens)
 
         # 3. Whether drafting pays at all.
-        if self._may_skip and self._informative and self.profile.mean is not None:
+        if self._may_skip and self.profile.mean is not None:
             decision = self._draft_or_not(decision, requests, non_draft_tokens, kv_tokens)
 
         # 4. Once in a long while a step that drafts looks at what is always trimmed, or at another tier.
@@ -204,9 +207,8 @@ class Engine:
 
     def _survival(self, confidence: Floats, within: tuple[float, float]) -> Floats:
         valid = within[0] >= 0.0 and within[1] <= 1.0
-        if not self.config.calibrate or self.calibration.is_identity:
-            return survival(confidence, valid=valid)
-        return survival(self.calibration.apply(confidence, within=within), valid=valid, in_place=valid)
+        likely = self.calibration.apply(confidence, within=within) if self.config.calibrate else confidence
+        return survival(likely, valid=valid, in_place=valid and likely is not confidence)
 
     def _best_drafting(
         self, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
@@ -234,12 +236,9 @@ class Engine:
     @property
     def _may_skip(self) -> bool:
         """A head that is only off at the start must not stop the drafting from which it would be corrected."""
-        learned = self.calibration.is_ready or not self.config.calibrate or self.steps >= _LEARN_STEPS
-        return self.config.skip_draft and learned
-
-    @property
-    def _compares(self) -> bool:
-        return bool(self.config.look_steps) and self.config.correct_costs and self._informative
+        if not self._head_known:
+            self._head_known = self.calibration.is_ready or self.steps >= _LEARN_STEPS
+        return self._head_known and self.config.skip_draft and self._informative
 
     def _trimmed_or_whole(self, trimmed: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
         """Compare the best trim with verifying everything by what such steps were measured to take, where both were."""
@@ -307,10 +306,6 @@ class Engine:
             return decision
         self._trimmed_on_end = 0
         return look
-
-    @property
-    def _measures_tiers(self) -> bool:
-        return bool(self.config.explore_steps) and self.config.correct_costs and self._informative
 
     def _explore_tier(self, decision: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
         requests = alive.shape[0]
