@@ -119,6 +119,7 @@ class Ours(Arm):
             non_draft_tokens=view.non_draft_tokens,
             kv_tokens=view.kv_tokens,
             fresh=fresh,
+            repeated=self.steady.repeated,
         )
 
     def learn(self, record: Record) -> None:

@@ -90,6 +90,7 @@ class Engine:
         self._most = gamma if config.max_len is None else min(gamma, config.max_len - 1)
         self._previous: Decision | None = None
         self._trimmed_on_end = 0
+        self._elapsed = 1
 
     def size(
         self,
@@ -100,12 +101,15 @@ class Engine:
         kv_tokens: float,
         fresh: Bools,
         weights: Floats | None = None,
+        repeated: int = 0,
     ) -> Decision:
         """Decide one step from confidences that are at least one step old.
 
         ``confidence`` [requests, K] raw; ``fresh`` [requests] says which rows hold a confidence, the others (new
         requests) count as sure. ``non_draft_tokens`` and ``kv_tokens`` are totals of the step. ``weights`` [requests].
+        ``repeated`` steps since the last call did as it said (``steady``): looks and probes come no later for them.
         """
+        self._elapsed = 1 + repeated
         # 1. What each draft is worth.
         alive = self._believed(confidence, fresh)
 
@@ -256,9 +260,9 @@ class Engine:
             unknown = not whole_ms and advantage < _BEYOND_DOUBT
             return whole if unknown or (trimmed_ms and whole_ms and advantage < 1.0) else trimmed
         if trimmed_ms and whole_ms and advantage < 1.0:
-            due = self._look_trimmed.due(requests, 1.0 / advantage)
+            due = self._look_trimmed.due(requests, 1.0 / advantage, self._elapsed)
             return replace(trimmed, reason=LOOK_TRIMMED) if due else whole
-        due = self._look_whole.due(requests, advantage)
+        due = self._look_whole.due(requests, advantage, self._elapsed)
         return replace(whole, reason=LOOK_WHOLE) if due else trimmed
 
     def _draft_or_not(self, drafting: Decision, requests: int, non_draft_tokens: int, kv_tokens: float) -> Decision:
@@ -273,12 +277,12 @@ class Engine:
             plain_ms = plain * profiled_ms
         else:
             plain_ms = self.cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
-        decision = self.gate.decide(drafting.at_cost(draft_ms), plain_ms, requests)
+        decision = self.gate.decide(drafting.at_cost(draft_ms), plain_ms, requests, self._elapsed)
         if drafted and requests and decision.draft and not self.gate.skipping:
             # Drafting steps say nothing good or bad about plain ones: where those are unknown, the profile's time.
             rival_ms = plain_ms if plain else profiled_ms
             advantage = drafting.expected_tokens / draft_ms * rival_ms / requests
-            if self._look.due(requests, advantage):
+            if self._look.due(requests, advantage, self._elapsed):
                 return Decision(0, False, False, float(requests), plain_ms, LOOK)
         return decision
 
@@ -295,7 +299,7 @@ class Engine:
         if decision.budget == alive.shape[0] * self._most:
             self._trimmed_on_end = 0
             return decision
-        self._trimmed_on_end += 1
+        self._trimmed_on_end += self._elapsed
         due = self.config.explore_steps and self._trimmed_on_end > self.config.explore_steps
         if not due or not decision.draft:
             return decision
@@ -323,7 +327,7 @@ class Engine:
             return other.expected_tokens / other.predicted_ms / (decision.expected_tokens / decision.predicted_ms)
 
         here = non_draft_tokens + decision.budget
-        there = self._tiers.tokens(here, non_draft_tokens + least, non_draft_tokens + most, worth)
+        there = self._tiers.tokens(here, non_draft_tokens + least, non_draft_tokens + most, worth, self._elapsed)
         return decision if there == here else look(there)
 
     def _rate_in_force(self, requests: int) -> float | None:

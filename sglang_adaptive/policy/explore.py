@@ -45,12 +45,13 @@ class TierExplorer:
         self._burst_left = 0
         self._burst_tokens = 0
 
-    def tokens(self, tokens: int, least: int, most: int, worth: Callable[[int], float]) -> int:
-        """What this step should verify where ``tokens`` is best and ``least`` to ``most`` are possible.
+    def tokens(self, tokens: int, least: int, most: int, worth: Callable[[int], float], elapsed: int = 1) -> int:
+        """What this step should verify where ``tokens`` is best and ``least`` to ``most`` are possible, ``elapsed``
+        steps after the call before.
 
         ``worth`` says, for a number of tokens, the predicted tokens per ms relative to the best.
         """
-        self._steps += 1
+        self._steps += elapsed
         chosen = tokens
         if self._burst_left and least <= self._burst_tokens <= most:
             self._burst_left -= 1
@@ -58,7 +59,7 @@ class TierExplorer:
         else:
             self._burst_left = 0
             bucket = min(least.bit_length(), _BUCKETS - 1)
-            self._waited[bucket] += 1
+            self._waited[bucket] += elapsed
             if self._waited[bucket] >= self._interval[bucket]:
                 affordable = 1.0 - _PRICE * self._waited[bucket] / BURST_STEPS
                 self._waited[bucket] = 0

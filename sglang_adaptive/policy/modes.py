@@ -86,9 +86,9 @@ class Look:
         self._left = 0
         self._bucket = -1
 
-    def due(self, requests: int, advantage: float) -> bool:
-        """Whether this step should be one of the other mode; called once for each step in the chosen one. ``advantage``
-        of the chosen mode: its tokens per ms over those of the other, as far as is known."""
+    def due(self, requests: int, advantage: float, elapsed: int = 1) -> bool:
+        """Whether this step should be one of the other mode; called in the chosen one, ``elapsed`` steps after the call
+        before. ``advantage`` of the chosen mode: its tokens per ms over those of the other, as far as is known."""
         if not self.longest or not advantage > 0:
             return False
         bucket = RunningRate.bucket(requests)
@@ -96,8 +96,9 @@ class Look:
             self._left -= 1
             return True
         self._left = 0
-        self._waited[bucket] += 1
-        weight = requests / (requests + _CALM_REQUESTS) if self._waited[bucket] > 1 else 1.0
+        first = not self._waited[bucket]
+        self._waited[bucket] += elapsed
+        weight = 1.0 if first else requests / (requests + _CALM_REQUESTS)
         self._level[bucket] += weight * (math.log(advantage) - self._level[bucket])
         price = LOOK_STEPS * (1.0 - math.exp(-max(0.0, self._level[bucket])))
         if self._waited[bucket] <= self._interval[bucket] or price > PRICE * self._waited[bucket]:

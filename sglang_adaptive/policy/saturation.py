@@ -49,8 +49,11 @@ class SaturationGate:
         self._interval = rules.first_interval
         self._load = 0
 
-    def decide(self, drafting: Decision, plain_ms: float, requests: int) -> Decision:
-        """Turn the best ``drafting`` decision into the step's; ``plain_ms`` is a step's cost without a drafter."""
+    def decide(self, drafting: Decision, plain_ms: float, requests: int, elapsed: int = 1) -> Decision:
+        """Turn the best ``drafting`` decision into the step's; ``plain_ms`` is a step's cost without a drafter.
+
+        The call before was ``elapsed`` steps ago.
+        """
         if drafting.predicted_ms <= 0 or plain_ms <= 0 or not requests:
             return drafting
         level = self._averaged(
@@ -71,6 +74,7 @@ class SaturationGate:
             self._load = requests
         if not self.skipping:
             return drafting
+        self._since_probe += elapsed - 1
         if self._probing or self._probe_due(requests, 1 - advantage):
             self._probing -= 1
             if not self._probing:

@@ -28,10 +28,11 @@ class Steady:
         self._every, self._streak = every, streak
         self._state: tuple[bool, int] | None = None
         self._seen = 0
-        self.left = 0
+        self.left = self.repeated = 0
 
     def sized(self, decision: Decision, requests: int) -> None:
-        """A step of R requests was sized."""
+        """A step of R requests was sized. ``repeated`` counts the steps since then that were not."""
+        self.repeated = 0
         repeatable = decision.reason in _REPEATABLE and (decision.uniform or not decision.draft)
         state = (decision.draft, RunningRate.bucket(requests)) if repeatable else None
         self._seen = self._seen + 1 if state is not None and state == self._state else 0
@@ -46,4 +47,5 @@ class Steady:
             self._seen = self.left = 0
             return False
         self.left -= 1
+        self.repeated += 1
         return True

@@ -268,6 +268,24 @@ def test_a_probe_does_not_verify_everything_where_the_table_rules_that_out():
     assert engine._trimmed_or_whole(little_better, alive, 32, 0.0).uniform
 
 
+def test_repeated_steps_count_for_the_next_probe():
+    """One step in eight is sized: probes come after as many steps as if all were, give or take seven."""
+    waits = []
+    for repeated in (0, 7):
+        engine = Engine(PolicyConfig(**SKIPPING), SATURATING, K)
+        saturated(0.0, 20, engine)
+        assert engine.gate.skipping
+        probes, step = [], 0
+        confidence, fresh = np.zeros((64, K)), np.ones(64, bool)
+        while step < 400:
+            step += 1 + repeated
+            sized = {"requests": 64, "non_draft_tokens": 64, "kv_tokens": 0.0}
+            decision = engine.size(confidence, fresh=fresh, repeated=repeated, **sized)
+            probes += [step] if decision.reason == PROBE else []
+        waits.append(max(later - sooner for sooner, later in pairwise(probes)))
+    assert 40 <= waits[0] <= waits[1] <= waits[0] + 8
+
+
 def test_one_request_is_judged_by_many_steps():
     """Its drafts pay on average, though in half of the steps they do not."""
     model = staircase([1, 2, 3, 4], [10.0, 10.1, 10.2, 10.3], draft=[(1, 2.0)])
