@@ -25,6 +25,7 @@ from sglang_adaptive.runtime.trace import Trace
 
 # The engine sees the confidences of two steps before (``relay.OVERLAP_LAG``).
 _LAG = 2
+_NEWTON_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,22 @@ def static_temperature(steps: Steps, until: int) -> list[np.ndarray]:
     return [sigmoid(logit(raw) / temperatures) for raw in steps.raw]
 
 
+def hindsight(steps: Steps, until: int) -> list[np.ndarray]:
+    """The same kind of map as ``online``, per position the one of greatest likelihood on the steps from ``until`` on:
+    it is judged on what it was fitted to, and so bounds what any such map can show there."""
+    rest = slice(until, None)
+    odds, known = np.concatenate([logit(raw) for raw in steps.raw[rest]]), np.concatenate(steps.decided()[rest])
+    passed = np.concatenate([np.arange(steps.gamma) < accepted[:, None] for accepted in steps.accepted[rest]])
+    best = np.tile([0.0, 1.0], (steps.gamma, 1))
+    for j in range(steps.gamma):
+        mine = known[:, j] & np.isfinite(odds[:, j])
+        x, y = np.stack([np.ones(mine.sum()), odds[mine, j]], axis=1), passed[mine, j]
+        for _ in range(_NEWTON_STEPS if y.size > 1 else 0):
+            p = sigmoid(x @ best[j])
+            best[j] += np.linalg.solve((x.T * (p * (1.0 - p))) @ x + 1e-3 * np.eye(2), x.T @ (y - p))
+    return [sigmoid(best[:, 0] + best[:, 1] * logit(raw)) for raw in steps.raw]
+
+
 def position_means(steps: Steps, until: int) -> list[np.ndarray]:
     """The running acceptance rate of each position (one of two at first)."""
     passed, seen, result = np.full(steps.gamma, 1.0), np.full(steps.gamma, 2.0), []
@@ -189,6 +206,7 @@ def head_and_distribution(steps: Steps, until: int) -> list[np.ndarray]:
 METHODS: dict[str, Callable[[Steps, int], list[np.ndarray]]] = {
     "raw head": raw_head,
     "static temperature": static_temperature,
+    "map in hindsight": hindsight,
     "position means": position_means,
     "online": online_calibration,
     "online + recent": online_with_recent,
@@ -198,7 +216,7 @@ METHODS: dict[str, Callable[[Steps, int], list[np.ndarray]]] = {
     "headless": headless,
     "head + distribution": head_and_distribution,
 }
-NEED_FEATURES = tuple(METHODS)[5:]
+NEED_FEATURES = tuple(METHODS)[6:]
 
 
 def trimmed(steps: Steps, cost: CostModel) -> Steps:

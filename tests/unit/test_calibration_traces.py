@@ -56,6 +56,7 @@ def test_an_overconfident_head_is_corrected_online(tmp_path):
     raw, online = found["raw head"]["1"], found["online"]["1"]
     assert raw["ece"] > 0.2 and online["ece"] < 0.06
     assert online["above_raw"] == 0.0 and raw["ece_low"] < raw["ece"] < raw["ece_high"]
+    assert found["map in hindsight"]["1"]["brier"] <= online["brier"]
     assert online["brier"] < raw["brier"] and online["auc"] == pytest.approx(raw["auc"], abs=0.01)
     assert found["position means"]["1"]["auc"] < 0.6 < found["online"]["1"]["auc"]
     assert "headless" not in found and "greedy" not in found["online"]
