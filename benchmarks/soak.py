@@ -69,7 +69,8 @@ class Soak:
         begin, number = time.monotonic(), 0
         async with self._session() as self._http:
             await self._settled("the start")
-            await self._look_at_the_server()
+            if not self.troubles:
+                await self._look_at_the_server()
         self.state.write()
         while time.monotonic() < begin + seconds and not self.troubles:
             rounds = self._rounds()

@@ -176,3 +176,10 @@ def test_a_server_that_counts_no_steps_is_refused():
 
     with pytest.raises(AdaptiveError, match="needs one of DSPARK_ADAPTIVE"):
         against(fake(), act)
+
+
+def test_a_server_that_is_not_there_is_trouble(tmp_path, capsys):
+    path = tmp_path / "state.json"
+    assert soak.main(["--url", "http://127.0.0.1:1", "--state", str(path), "--steps", "9", "--minutes", "1"]) == 1
+    assert "after the start the server did not answer" in capsys.readouterr().out
+    assert json.loads(path.read_text())["errors"] == 1
