@@ -119,6 +119,7 @@ ROWS = (
             f"{_ODD}test_adapters_side_by_side",
             "tests/e2e/test_eagle.py::test_an_eagle_draft_and_an_adapter",
             "tests/unit/platform_cpu/test_lora.py::test_each_row_gets_the_adapter_of_its_request",
+            "tests/unit/test_refusals.py::test_adapters_of_experts_are_refused_on_a_cpu",
             "tests/unit/platform_cpu/test_lora.py::test_adapters_of_experts_are_refused",
             "tests/unit/platform_cpu/test_lora.py::test_adapters_of_the_output_head_are_refused",
             _GPU,

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import tiny_adapter
 from test_activation import run
 
 from sglang_adaptive import ALGORITHM
@@ -84,3 +85,54 @@ def test_targets_whose_positions_or_layers_know_one_length_only_verify_uniformly
         (target, draft),
     )
     assert said == ["compact compact", "static static", "static static"]
+
+
+def test_adapters_of_experts_are_refused_on_a_cpu(tiny_pair, tmp_path):
+    target, draft = tiny_pair
+    mixture = target_like(
+        target,
+        tmp_path / "mixture",
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        mlp_only_layers=[],
+    )
+    every = tiny_adapter.make_adapter(tmp_path / "every", 4, seed=0)
+    attention = shutil.copytree(every, tmp_path / "attention")
+    config = json.loads((attention / "adapter_config.json").read_text())
+    names = [name for name in config["target_modules"] if name in ("q_proj", "o_proj")]
+    (attention / "adapter_config.json").write_text(json.dumps(config | {"target_modules": names}))
+    flags = {"enable_lora": True, "max_lora_rank": 8}
+    cases = {
+        "adapter": (mixture, {"lora_paths": [f"a={every}"]}),
+        "record": (mixture, {"lora_paths": [str(attention), {"lora_name": "a", "lora_path": str(every)}]}),
+        "flag": (mixture, {**flags, "lora_target_modules": ["all"]}),
+        "attention": (mixture, {"lora_paths": {"a": str(attention)}}),
+        "attention's flag": (mixture, {**flags, "lora_target_modules": ["q_proj", "down_proj"]}),
+        "off": (mixture, {"enable_lora": False, "lora_paths": [f"a={every}"]}),
+        "dense": (target, {"lora_paths": [f"a={every}"]}),
+    }
+    options = {name: (str(path), fields) for name, (path, fields) in cases.items()}
+    said = run(
+        f"""
+        for name, (path, fields) in {options!r}.items():
+            sys.argv[1] = path
+            try:
+                record(**fields)
+                print("SAY", name, "| accepted")
+            except SystemExit as error:
+                print("SAY", name, "|", error.code)
+        """,
+        (target, draft),
+    )
+    found = dict(line.split(" | ", 1) for line in said)
+    assert {name for name, sentence in found.items() if sentence == "accepted"} == set(cases) - {
+        "adapter",
+        "record",
+        "flag",
+    }, found
+    refusal = f"sglang_adaptive: {ALGORITHM} does not work with LoRA adapters of experts on a CPU, which "
+    assert found["adapter"] == found["record"] == f"{refusal}{every} names: leave gate_proj, up_proj and down_proj out."
+    assert found["flag"].startswith(f"{refusal}--lora-target-modules names")
