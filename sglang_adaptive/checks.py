@@ -60,7 +60,7 @@ def before(server_args: Any, family: Family) -> None:
         _refuse("data-parallel attention: drop --enable-dp-attention, or serve with --speculative-algorithm DSPARK")
     if cfg.disaggregation_mode != "null":
         _refuse("prefill/decode disaggregation: drop --disaggregation-mode, or select --speculative-algorithm DSPARK")
-    if cfg.device == "cpu" and cfg.enable_lora is not False:
+    if getattr(cfg, "device", None) == "cpu" and cfg.enable_lora is not False:
         _check_experts(server_args, cfg)
     if family is not DSPARK:
         path = separate_draft(server_args)
