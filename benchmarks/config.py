@@ -69,7 +69,7 @@ class Sweep:
     temperature: float = 1.0
     stream_interval: int = 32
     seed: int = 0
-    port: int = 31000
+    port: int = 0
     start_timeout: float = 600.0
     start_estimate: float = 90.0
     trace: Trace | None = None

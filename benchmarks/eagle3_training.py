@@ -60,7 +60,7 @@ class Library:
             return Batch(ids, *self._look(ids), answers)
         if not bool(self.filled[rows].all()):
             for store, found in zip(self.kept, self._look(ids), strict=True):
-                store[at, :width] = found
+                store[at, :width] = found.to(store.dtype)
             self.filled[rows] = True
         return Batch(ids, *(store[at, :width] for store in self.kept), answers)
 

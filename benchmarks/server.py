@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang_adaptive.launch.process import free_port
+
 if TYPE_CHECKING:
     from sglang_adaptive.benchmarks.config import Arm, Prepare, Sweep
 
@@ -113,8 +115,9 @@ class Server:
 
 
 def for_arm(sweep: Sweep, arm: Arm | Prepare, place: int, log: Path) -> Server:
-    """The server of an arm, started; its port follows from its ``place`` among the arms."""
-    port = sweep.port + 10 * place
+    """The server of an arm, started: on any free port, or where the sweep names one, 10 above it for each ``place``
+    among the arms. A named one must not be another sweep's, whose servers would answer."""
+    port = sweep.port + 10 * place if sweep.port else free_port()
     address = ["--host", "127.0.0.1", "--port", str(port)]
     return Server([*sweep.server, *sweep.args, *arm.args, *address], port, log, {**sweep.env, **arm.env})
 
