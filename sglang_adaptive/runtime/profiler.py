@@ -30,8 +30,8 @@ from sglang_adaptive.policy.cost import CostModel, CostTableError, VerifySample
 logger = logging.getLogger(__name__)
 
 REPLAYS = 5
-# A long call is timed less often: its time varies less.
-LEAST_REPLAYS, ENOUGH_MS = 3, 30.0
+# A long call is timed less often, since its time varies less: twice where both times agree.
+LEAST_REPLAYS, ENOUGH_MS, AGREE = 2, 30.0, 0.05
 DRAFT_KV = 128
 # Tokens in the KV cache of a step: each size is timed at the two that about these many per request come to.
 KV_GRID = tuple(1024 * 4**power for power in range(8))
@@ -212,7 +212,7 @@ class _Timer:
         call()
         times: list[float] = []
         # Ranks must replay alike: rank 0 says how often.
-        while _broadcast(len(times) < REPLAYS and (len(times) < LEAST_REPLAYS or sum(times) < ENOUGH_MS)):
+        while _broadcast(not _enough(times)):
             self._synchronize()
             started = time.perf_counter()
             call()
@@ -291,3 +291,11 @@ class _Timer:
 
     def _padded(self, values: torch.Tensor, count: int) -> torch.Tensor:
         return torch.nn.functional.pad(values, (0, count - values.numel())).to(self.device)
+
+
+def _enough(times: list[float]) -> bool:
+    """Whether a call was timed often enough, ``times`` in ms."""
+    if len(times) < LEAST_REPLAYS or len(times) >= REPLAYS:
+        return len(times) >= REPLAYS
+    agree = len(times) > LEAST_REPLAYS or max(times) <= min(times) * (1 + AGREE)
+    return agree and sum(times) >= ENOUGH_MS

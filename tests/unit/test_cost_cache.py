@@ -69,3 +69,20 @@ def test_a_deeply_nested_table_is_one_warning(tmp_path, caplog):
     with caplog.at_level("WARNING"):
         assert profiler._load(path, KEY) is None
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("times", "enough"),
+    [
+        ([], False),
+        ([50.0], False),
+        ([50.0, 51.0], True),
+        ([50.0, 70.0], False),
+        ([50.0, 70.0, 51.0], True),
+        ([4.0, 4.0, 4.0, 4.0], False),
+        ([4.0, 4.0, 4.0, 4.0, 4.0], True),
+        ([9.0, 9.0, 9.0, 9.0], True),
+    ],
+)
+def test_a_long_call_is_timed_twice_and_once_more_where_the_two_differ(times, enough):
+    assert profiler._enough(times) == enough
