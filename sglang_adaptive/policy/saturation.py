@@ -33,7 +33,7 @@ class SkipRules:
     probe_steps: int = 3
     first_interval: int = 64
     last_interval: int = 1024
-    probe_price: float = 0.003
+    probe_price: float = 0.002
 
 
 class SaturationGate:
