@@ -1,18 +1,28 @@
-"""Requests of a higher priority take fewer steps where the budget is scarce, and nobody's output changes."""
+"""A server whose budget is scarce: requests of a higher priority take fewer steps, and nobody's output changes.
+
+At the end it is killed under load, and started again.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import costs
 import features
 import pytest
+import requests
 import tiny_language as language
 from features import answers
 from features import request as asked
 from server import Server, speculative
+
+from sglang_adaptive.launch.client import RequestFailed
 
 pytestmark = pytest.mark.e2e
 
@@ -64,3 +74,40 @@ def test_a_higher_priority_takes_fewer_steps_and_changes_no_output(scarce_server
     assert max(high) < min(low), (high, low)
     assert sum(high) < 0.75 * sum(low), (high, low)
     assert 0.9 < sum(none) / sum(also_none) < 1 / 0.9, "without a priority the halves should be served alike"
+
+
+def test_a_scheduler_that_is_killed_under_load_and_a_server_that_is_started_again(
+    scarce_server: Server, tiny_plain_server: Server
+):
+    """Every request gets an end, nothing of the old server is left, and the new one reads the costs that were kept."""
+    server = scarce_server
+    free, (rank,) = server.free_kv_tokens(), server.adaptive_state()["ranks"]
+    ends: list[str] = []
+
+    def wait_for(prompt: str) -> None:
+        try:
+            server.client.post("/generate", asked(prompt, 900))
+            ends.append("answered")
+        except (requests.RequestException, RequestFailed) as error:
+            ends.append(type(error).__name__)
+
+    threads = [threading.Thread(target=wait_for, args=(prompt,)) for prompt in PROMPTS]
+    for thread in threads:
+        thread.start()
+    before = server.adaptive_state()["steps"]
+    while server.adaptive_state()["steps"] < before + 10:
+        time.sleep(0.1)
+    os.kill(rank["pid"], signal.SIGKILL)
+    assert server.wait_exit(60) != 0
+    for thread in threads:
+        thread.join(60)
+    assert len(ends) == len(threads) and "answered" not in ends, ends
+    server.stop()
+
+    server.start()
+    server.wait_ready(300)
+    assert server.greedy_ids(PROMPTS, TOKENS) == tiny_plain_server.greedy_ids(PROMPTS, TOKENS)
+    state = server.adaptive_state()
+    assert state["cost"]["verify_tokens"] == [1, ROOMY, ROOMY + 1, 512], "it did not read the table that it had"
+    assert state["ranks"][0]["pid"] != rank["pid"] and state["decisions"]["trimmed"] > 0
+    assert server.free_kv_tokens() == free
