@@ -21,6 +21,7 @@ COMMANDS = {
     "train_eagle3": "train an EAGLE3 draft of a small target, by the target alone",
     "shapes": "write configurations of realistic targets, for dummy weights",
     "sizing": "time the sizing of a step on this CPU",
+    "allocation": "kernels and time of the allocation of a budget on a GPU",
     "observing": "CPU time that metrics and a trace cost a step",
     "stacks": "where a scheduler's CPU time goes, from sampled Python stacks",
     "trace_syncs": "count synchronising calls per step in a profiler trace",
