@@ -169,6 +169,7 @@ class StepPlanner:
             kv_tokens=self._kv_tokens,
             fresh=fresh,
             weights=self._weights,
+            repeated=self._steady.repeated,
         )
         self._sized = self.decision
         self._steady.sized(self.decision, requests)
