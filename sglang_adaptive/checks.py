@@ -121,8 +121,12 @@ def _adapter_folders(paths: Any) -> list[Path]:
     found = []
     for entry in paths.values() if isinstance(paths, dict) else paths:
         if isinstance(entry, dict):
-            entry = entry.get("lora_path", "")
-        found.append(Path(str(getattr(entry, "lora_path", entry)).rpartition("=")[2]))
+            path = entry.get("lora_path", "")
+        elif isinstance(entry, str) and not isinstance(paths, dict):
+            path = entry.split("=", 1)[-1]
+        else:
+            path = getattr(entry, "lora_path", entry)
+        found.append(Path(str(path)))
     return found
 
 

@@ -11,10 +11,11 @@ export HF_HUB_OFFLINE=1
 # Tests of servers wait much, above all while one starts: two halves run side by side where there is room for the
 # servers of both. One has the files that share the adaptive server, the other everything else.
 mapfile -t half < <(grep -lwE 'adaptive_server|dear_costs' tests/e2e/test_*.py)
-room=$(awk '/^MemAvailable/ {print int($2 / 1048576)}' /proc/meminfo 2>/dev/null || echo 0)
+room=$(awk '/^MemAvailable/ {print int($2 / 1048576)}' /proc/meminfo 2>/dev/null || true)
+room=${room:-0}
 limit=$(cat /sys/fs/cgroup/memory.max 2>/dev/null || cat /sys/fs/cgroup/memory/memory.limit_in_bytes 2>/dev/null || true)
 if [[ $limit =~ ^[0-9]+$ ]] && ((limit >> 30 < room)); then room=$((limit >> 30)); fi
-if [ $# -gt 0 ] || [ "$(nproc 2>/dev/null || echo 1)" -lt 2 ] || [ "$room" -lt 18 ]; then
+if [ $# -gt 0 ] || [ -n "${PYTEST_ADDOPTS:-}" ] || [ "$(nproc 2>/dev/null || echo 1)" -lt 2 ] || [ "$room" -lt 18 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
 

@@ -60,7 +60,16 @@ class Fork:
     def begun(self) -> Fork:
         if not self._begun.wait(300):
             raise TimeoutError("the warm interpreter did not fork within 300 s")
+        if not self.pid:
+            raise RuntimeError("the warm interpreter ended before it forked")
         return self
+
+    def lose(self) -> None:
+        """The warm interpreter is gone: nobody will say how this fork ends."""
+        if self.returncode is None:
+            self.returncode = -signal.SIGKILL
+        self._begun.set()
+        self._ended.set()
 
     def poll(self) -> int | None:
         return self.returncode
@@ -118,8 +127,12 @@ class WarmPython:
 
     def _listen(self) -> None:
         for line in self._process.stdout:
-            number, what, value = line.decode().split()
-            self._forks[int(number)].hear(what, int(value))
+            # What a library prints while it is imported comes here, too.
+            with contextlib.suppress(ValueError, KeyError):
+                number, what, value = line.decode().split()
+                self._forks[int(number)].hear(what, int(value))
+        for fork in list(self._forks.values()):
+            fork.lose()
 
     def close(self) -> None:
         self._process.stdin.close()

@@ -117,6 +117,9 @@ class StepPlanner:
         self._log_every = options.log_decisions == "every"
         # A trace has every step, on all ranks alike; an estimate learns from every step of a request.
         self._may_repeat = options.trace is None and not self._log_every and estimate is None
+        if self._group.world_size > 1:
+            # Ranks on other machines may have been given other options.
+            self._may_repeat = self._group.broadcast_object(self._may_repeat, src=0)
         if options.priority_weight > 0:
             self._priorities = Priorities(options.priority_weight, get_schedule().schedule_low_priority_values_first)
         if torch.device(self.device).type == "cuda":
@@ -203,7 +206,8 @@ class StepPlanner:
             state = torch.from_numpy(self._engine.measured_state())
             torch.distributed.broadcast(state, src=self._group.ranks[0], group=self._group.cpu_group)
             self._engine.apply_measured(state.numpy())
-        if self._engine.calibration.version != self._calibration_version and self._engine.steps % CALIBRATE_STEPS == 0:
+        due = self._engine.steps % CALIBRATE_STEPS == 0 or self._engine.steps < CALIBRATE_STEPS
+        if due and self._engine.calibration.version != self._calibration_version:
             self._calibration_version = self._engine.calibration.version
             if not self._engine.calibration.is_identity:
                 coefficients = torch.from_numpy(self._engine.calibration.coefficients.astype(np.float32))

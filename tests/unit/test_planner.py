@@ -8,9 +8,11 @@ import torch
 
 pytest.importorskip("sglang")
 from sglang_adaptive.policy.allocation import allocate
+from sglang_adaptive.policy.budget import LOW_LOAD, Decision
 from sglang_adaptive.policy.config import PolicyConfig
+from sglang_adaptive.policy.steady import Steady
 from sglang_adaptive.runtime.device import async_h2d
-from sglang_adaptive.runtime.planner import compiled_allocation
+from sglang_adaptive.runtime.planner import StepPlanner, compiled_allocation
 from sglang_adaptive.runtime.priorities import Priorities
 
 
@@ -49,3 +51,48 @@ def test_the_compiled_allocation_gives_what_the_plain_one_gives():
 
 def test_values_arrive_on_the_device():
     assert async_h2d(torch.ones(2), "cpu").tolist() == [1, 1]
+
+
+def planner_with(engine, steady):
+    """A planner as it is while it serves, of which only ``size`` runs."""
+    made = object.__new__(StepPlanner)
+    generations = torch.zeros(8, dtype=torch.int64)
+    made.__dict__.update(
+        ragged=True,
+        gamma=3,
+        estimate=None,
+        model_runner=SimpleNamespace(req_to_token_pool=SimpleNamespace(req_generation=generations)),
+        decision=None,
+        _sized=None,
+        _engine=engine,
+        _steady=steady,
+        _may_repeat=True,
+        _repeating=False,
+        _priorities=None,
+        _log_every=False,
+        _relay=SimpleNamespace(collect=lambda iteration: [], read=lambda slots, generations: (None, None)),
+    )
+    return made
+
+
+def test_repeated_steps_are_not_sized_and_the_engine_hears_how_many_they_were():
+    whole = Decision(6, True, True, 3.0, 2.0, LOW_LOAD)
+    heard = []
+    engine = SimpleNamespace(size=lambda confidence, repeated=0, **_: heard.append(repeated) or whole)
+    planner = planner_with(engine, Steady(every=4, streak=1))
+    sizes = [2, 2, 3, 2, 2, 2, 2, 2]
+    budgets = []
+    for iteration, requests in enumerate(sizes):
+        batch = SimpleNamespace(
+            forward_iter=iteration,
+            forward_mode=SimpleNamespace(is_extend=lambda: False),
+            is_extend_in_batch=False,
+            batch_size=lambda requests=requests: requests,
+            req_pool_indices_cpu=torch.arange(requests),
+            seq_lens_cpu=torch.full((requests,), 9),
+            reqs=[],
+        )
+        planner.size(batch)
+        budgets.append(planner.decision.budget)
+    assert heard == [0, 0, 3]
+    assert budgets == [6, 6, 9, 6, 6, 6, 6, 6]
