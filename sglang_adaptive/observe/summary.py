@@ -9,7 +9,7 @@ import numpy as np
 from sglang_adaptive.errors import AdaptiveError
 from sglang_adaptive.observe.reliability import Reliability, reliability
 from sglang_adaptive.runtime.counters import load_of
-from sglang_adaptive.runtime.trace_format import DECIDED, DRAFTED
+from sglang_adaptive.runtime.trace_format import COUNTED, DECIDED, DRAFTED
 from sglang_adaptive.runtime.trace_reader import Trace
 
 TIME_BINS = 160
@@ -41,7 +41,7 @@ class Steps:
         sums = [np.add.reduceat(trace.rows[name].astype(np.float64), starts) for name in ("verified", "accepted")]
         measured, predicted = (_positive(steps[name]) for name in ("step_ms", "predicted_ms"))
         flags = steps["flags"]
-        drafted, decided = (flags & DRAFTED) > 0, (flags & DECIDED) > 0
+        drafted, decided = (flags & (DRAFTED | COUNTED)) > 0, (flags & DECIDED) > 0
         return Steps(requests.astype(float), *sums, drafted, decided, measured, predicted, steps["reason"].astype(int))
 
     def __len__(self) -> int:

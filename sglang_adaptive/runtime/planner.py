@@ -115,8 +115,8 @@ class StepPlanner:
             self._trace = TraceRecorder(options.trace, self.gamma, meta=describe(self.model_runner))
         self._ones = torch.ones(max_requests, dtype=torch.int32, device=self.device)
         self._log_every = options.log_decisions == "every"
-        # A trace has every step, on all ranks alike; an estimate learns from every step of a request.
-        self._may_repeat = options.trace is None and not self._log_every and estimate is None
+        # An estimate learns from every step of a request.
+        self._may_repeat = not self._log_every and estimate is None
         if self._group.world_size > 1:
             # Ranks on other machines may have been given other options.
             self._may_repeat = self._group.broadcast_object(self._may_repeat, src=0)
@@ -152,17 +152,17 @@ class StepPlanner:
         if decodes and self._may_repeat and self._steady.repeats(requests):
             self._repeating, self._requests = True, requests
             self.decision = last.for_requests(requests, self.gamma)
+            if self._trace is not None:
+                self._see_rows(batch)
             return
         for record in self._relay.collect(self._iteration):
             self._learn(record)
         if not decodes:
             return
-        slots = batch.req_pool_indices_cpu.numpy()
-        generations = self.model_runner.req_to_token_pool.req_generation[batch.req_pool_indices_cpu].numpy()
+        slots, generations = self._see_rows(batch)
         if self.estimate is not None:
             self.estimate.begin(self._iteration, slots, generations)
         confidence, fresh = self._relay.read(slots, generations)
-        self._slots, self._generations, self._kv_tokens = slots, generations, _kv_tokens(batch)
         self._requests = requests
         self._weights = None if self._priorities is None else self._priorities.weights(batch.reqs)
         self.decision = self._engine.size(
@@ -179,13 +179,20 @@ class StepPlanner:
         if self._log_every and get_parallel().tp_rank == 0:
             logger.info("Step %d of %d requests: %s", self._iteration, len(slots), self.decision)
 
+    def _see_rows(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Keep, and return, the slot and its generation of each request [R]; and keep the tokens in the KV cache."""
+        self._slots = batch.req_pool_indices_cpu.numpy()
+        self._generations = self.model_runner.req_to_token_pool.req_generation[batch.req_pool_indices_cpu].numpy()
+        self._kv_tokens = _kv_tokens(batch)
+        return self._slots, self._generations
+
     def _learn(self, record: StepRecord) -> None:
         """Feed a finished step to the engine; what comes of this rank's clock takes effect as rank 0 measured it."""
         self.counters.observe(record)
-        if not record.observed:
-            return
         if self._trace is not None:
             self._trace.record(record, record.decision)
+        if not record.observed:
+            return
         requests = len(record.slots)
         self._engine.observe(
             requests=requests,
@@ -281,6 +288,11 @@ class StepPlanner:
         Of a step that repeats a decision only the committed tokens go.
         """
         if self._repeating:
+            rows = (
+                {}
+                if self._trace is None
+                else {"slots": self._slots, "generations": self._generations, "kv_tokens": self._kv_tokens}
+            )
             self._relay.count(
                 iteration=self._iteration,
                 requests=self._requests,
@@ -288,6 +300,7 @@ class StepPlanner:
                 decision=self.decision,
                 tier=self._tier,
                 last=not self._steady.left,
+                **rows,
             )
             return
         self._relay.publish(

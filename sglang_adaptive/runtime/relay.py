@@ -188,17 +188,31 @@ class StepRelay:
         )
 
     def count(
-        self, *, iteration: int, requests: int, commit_lens: torch.Tensor | None, decision: Any, tier: int, last: bool
+        self,
+        *,
+        iteration: int,
+        requests: int,
+        commit_lens: torch.Tensor | None,
+        decision: Any,
+        tier: int,
+        last: bool,
+        slots: np.ndarray | None = None,
+        generations: np.ndarray | None = None,
+        kv_tokens: float = 0.0,
     ) -> None:
         """A step that is only counted was just launched; ``commit_lens`` [R] as in ``publish``. The next one will be
-        published if it is the ``last`` such: its time counts from this one's end."""
+        published if it is the ``last`` such: its time counts from this one's end. Whose rows they are, and the
+        ``kv_tokens``, only a trace asks."""
         landing = None
         if commit_lens is not None:
             landing = self._landing()
             landing.begin(commit_lens=commit_lens)
         mark = self._mark() if last else None
-        nobody = _nobody(requests)
-        self._flights.append(_Flight(iteration, nobody, nobody, 0.0, landing, None, mark, decision, tier, False))
+        if slots is None or generations is None:
+            slots = generations = _nobody(requests)
+        self._flights.append(
+            _Flight(iteration, slots, generations, kv_tokens, landing, None, mark, decision, tier, False)
+        )
 
     def _landing(self) -> _Landing:
         if not self._landings:

@@ -24,6 +24,7 @@ from sglang_adaptive.runtime.relay import StepRecord
 from sglang_adaptive.runtime.trace_features import DraftFeatures
 from sglang_adaptive.runtime.trace_format import (
     BLOCK,
+    COUNTED,
     DECIDED,
     DRAFTED,
     FEATURED,
@@ -196,7 +197,8 @@ def _encode(entries: list[_Entry], gamma: int) -> bytes:
     at = 0
     for mine, entry in zip(steps, entries, strict=True):
         step, decision, requests = entry.step, entry.decision, len(entry.slots)
-        drafted = DRAFTED * (step.confidence is not None) | FEATURED * (step.extra is not None)
+        seen = step.confidence is not None
+        drafted = DRAFTED * seen | COUNTED * (step.drafted and not seen) | FEATURED * (step.extra is not None)
         mine["iteration"], mine["requests"], mine["tier"] = step.iteration, requests, step.tier
         mine["kv_tokens"] = step.kv_tokens
         mine["step_ms"] = np.nan if step.step_ms is None else step.step_ms

@@ -6,8 +6,9 @@ Format, version 2, little-endian, made of blocks. A file begins with the 8 bytes
 ``HEAD``, the first block, is JSON: ``gamma`` (K), ``reasons`` (the decision's reason, by number) and ``meta`` (text by
 name). Every other block is ``STEP``; its payload is zlib-compressed and holds one after the other:
 
-* ``STEP_TYPE`` per step. ``requests`` is R; ``tier`` the graph size in tokens (0: unknown); ``flags`` are ``DRAFTED``,
-  ``UNIFORM``, ``DECIDED`` (a decision was known) and ``FEATURED``; times are ms and NaN where there are none.
+* ``STEP_TYPE`` per step. ``requests`` is R; ``tier`` the graph size in tokens (0: unknown); ``flags`` are ``DRAFTED``
+  (with confidences), ``UNIFORM``, ``DECIDED`` (a decision was known), ``FEATURED`` and ``COUNTED`` (it drafted, as the
+  decision that it repeats says, and has neither confidences nor a time); times are ms and NaN where there are none.
 * ``ROW_TYPE`` per request of every step, in the order of the batch: drafts verified, of those accepted, and the
   temperature of the draft (0: greedy; NaN without features).
 * float16 [K] per request of every drafted step: log-odds of its raw confidences, limited to +-12 (so 0 and 1 become
@@ -24,12 +25,12 @@ import struct
 
 import numpy as np
 
-from sglang_adaptive.policy import budget, engine, saturation
+from sglang_adaptive.policy import budget, engine, saturation, steady
 
 MAGIC = b"SGADTRC2"
 BLOCK = struct.Struct("<4sIIII")
 HEAD, STEP = b"HEAD", b"STEP"
-DRAFTED, UNIFORM, DECIDED, FEATURED = 1, 2, 4, 8
+DRAFTED, UNIFORM, DECIDED, FEATURED, COUNTED = 1, 2, 4, 8, 16
 STEP_TYPE = np.dtype(
     [
         ("iteration", "<i8"),
@@ -63,6 +64,9 @@ REASONS = (
     saturation.PROBE,
     engine.EXPLORE_TIER,
     engine.LOOK,
+    engine.LOOK_WHOLE,
+    engine.LOOK_TRIMMED,
+    steady.WHOLE_IS_FASTER,
 )
 
 MAX_BLOCK_BYTES = 64 << 20

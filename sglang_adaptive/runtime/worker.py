@@ -48,7 +48,8 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
         super().init_cuda_graphs()
         self.planner.capture_widths(self.gamma + 1, 1)
         self.begin_serving()
-        if self.planner.ragged and self.planner.traces(self.options):
+        if self.planner.ragged and self.planner.traces(self.options) and not self.options.policy:
+            # For studies of confidences, in which nothing is trimmed: dozens of kernels a step.
             watch_drafts(self._proposer, self.planner.see_draft)
 
     def forward_batch_generation(

@@ -70,6 +70,7 @@ def planner_with(engine, steady):
         _repeating=False,
         _priorities=None,
         _log_every=False,
+        _trace=None,
         _relay=SimpleNamespace(collect=lambda iteration: [], read=lambda slots, generations: (None, None)),
     )
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import pickle
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 
 from sglang_adaptive.errors import AdaptiveError
-from sglang_adaptive.policy.budget import TRIMMED, Decision
+from sglang_adaptive.observe.summary import summarise
+from sglang_adaptive.policy.budget import LOW_LOAD, TRIMMED, Decision
 from sglang_adaptive.runtime import trace, trace_format
 from sglang_adaptive.runtime.relay import StepRecord
 from sglang_adaptive.runtime.trace import TraceRecorder, read_trace
-from sglang_adaptive.runtime.trace_format import BLOCK, DECIDED, DRAFTED, FEATURED, HEAD, MAGIC, STEP, UNIFORM
+from sglang_adaptive.runtime.trace_format import BLOCK, COUNTED, DECIDED, DRAFTED, FEATURED, HEAD, MAGIC, STEP, UNIFORM
 
 GAMMA = 3
 DECISION = Decision(4, True, False, 5.5, 2.25, TRIMMED, 0.125)
@@ -268,3 +270,19 @@ def test_unpacking_is_bounded_and_a_missing_file_is_named(tmp_path: Path) -> Non
         read_trace(tmp_path / "t", max_bytes=100)
     with pytest.raises(AdaptiveError, match="No such file"):
         read_trace(tmp_path / "no")
+
+
+def test_a_step_that_was_only_counted_has_its_rows_and_no_confidences(tmp_path: Path) -> None:
+    whole = Decision(6, True, True, 3.0, 2.0, LOW_LOAD)
+    # Verified in full, as a step that repeats such a decision is.
+    counted = step(4, step_ms=None, decision=whole, observed=False, verify_lens=np.full(2, GAMMA + 1))
+    counted = dataclasses.replace(counted, confidence=None)
+    recorder = TraceRecorder(tmp_path / "t", GAMMA)
+    recorder.record(counted, whole)
+    recorder.close()
+    found = read_trace(tmp_path / "t")
+    assert found.steps["flags"].tolist() == [COUNTED | DECIDED | UNIFORM]
+    assert found.rows["slot"].tolist() == [7, 8] and found.rows["verified"].tolist() == [GAMMA, GAMMA]
+    assert found.rows["accepted"].tolist() == [1, 1]
+    assert np.isnan(found.confidence).all() and np.isnan(found.steps["step_ms"]).all()
+    assert summarise(found).drafted_steps == 1
