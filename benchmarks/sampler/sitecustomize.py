@@ -18,10 +18,20 @@ class Sampler:
     def __init__(self):
         self.counts = collections.Counter()
         self.tag = None
+        self.busy = False
         signal.signal(signal.SIGALRM, self.tick)
         signal.setitimer(signal.ITIMER_REAL, AFTER, LOOK)
 
     def tick(self, _number, frame):
+        if self.busy:  # where a tick takes longer than the interval, it would sample itself
+            return
+        self.busy = True
+        try:
+            self.sample(frame)
+        finally:
+            self.busy = False
+
+    def sample(self, frame):
         try:
             with open(f"{OUT}.on") as file:
                 tag = file.read().strip() or "stacks"

@@ -32,8 +32,8 @@ def token_tiers(largest: int, captured: Sequence[int] = (), most: int | None = N
         tiers.append(count)
     tiers = sorted({*tiers, *(size for size in captured if _SPACING[-1][0] < size <= largest)})
     while most is not None and len(tiers) > most:
-        # Padding of a tier's largest step, relative to that step, if the next tier had to serve it.
-        padding = [after / tier for tier, after in pairwise(tiers)]
+        # Without a tier the next one serves from one token above the tier before: that step is padded the most.
+        padding = [after / (before + 1) for before, after in zip([0, *tiers], tiers[1:], strict=False)]
         del tiers[padding.index(min(padding))]
     return tiers
 

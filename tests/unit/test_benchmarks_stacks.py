@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +47,24 @@ def test_a_spawned_process_is_sampled_while_the_file_is_there(tmp_path, capsys):
     rows = {line.split("|")[1].strip(): line.split("|")[2] for line in capsys.readouterr().out.splitlines()}
     # 1.5 s of work in 10 steps; a busy machine loses some samples.
     assert 20 < float(rows["work.py:busy"]) <= float(rows["work.py:run_batch"]) < 200
+
+
+def test_a_tick_that_comes_during_another_is_not_a_sample(tmp_path, monkeypatch):
+    monkeypatch.setenv("STACKS_OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "setitimer", lambda *_: None)
+    sampler = runpy.run_path(str(next(Path(stacks.SAMPLER).glob("*.py"))))
+    (tmp_path / "out.on").write_text("c1\n")
+
+    def slow_open(*arguments):
+        ticking.tick(signal.SIGALRM, sys._getframe())
+        return open(*arguments)
+
+    ticking = sampler["Sampler"]()
+    ticking.sample.__globals__["open"] = slow_open
+    ticking.tick(signal.SIGALRM, sys._getframe())
+    assert sum(ticking.counts.values()) == 1
+    assert not any("slow_open" in stack for stack in ticking.counts)
 
 
 def test_ms_per_step_count_a_function_once_and_only_below_the_root():

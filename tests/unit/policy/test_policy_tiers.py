@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_adaptive.policy.tiers import padding, paying_tiers, token_tiers
@@ -29,6 +29,7 @@ def test_the_hosts_sizes_beyond_the_fine_part_are_kept():
 
 
 @given(largest=st.integers(1, 4096), most=st.integers(1, 80))
+@example(largest=1676, most=20)
 def test_a_bound_on_their_number_holds_and_keeps_the_largest(largest, most):
     tiers = token_tiers(largest, most=most)
     assert len(tiers) <= most and tiers[-1] == largest
