@@ -1,7 +1,7 @@
 """Real servers for end-to-end tests.
 
-The first process of ``sglang.launch_server`` is a fork of the warm interpreter; its children start as they always do.
-Tests of other entry points, and a few of this one (``fresh``), start from nothing.
+The first process of ``sglang.launch_server`` and its children are forks of the warm interpreter. Ranks that have to
+agree, other entry points and a few tests of this one (``fresh``) start as they always do.
 """
 
 from __future__ import annotations

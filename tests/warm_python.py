@@ -1,7 +1,7 @@
 """Processes of their own that need not import the host: forks of an interpreter that has imported it and nothing more.
 
 Importing the host takes a dozen seconds of CPU time. A fork has its modules, and none of the state that arguments,
-plugins and patches bring. What is read before ``main`` (``PYTHONPATH``, say) reaches its children, not itself.
+plugins and patches bring.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from warm_children import become_spawned, begin_like_an_interpreter, keep_spares
 
 # What the host's server imports of others; their order among the host's own modules does not matter.
 LIBRARIES = (
@@ -200,7 +202,11 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     sys.argv[:] = request["argv"]
     sys.path[0] = request["folder"]
+    begin_like_an_interpreter()
     if request["module"]:
+        spawned = keep_spares(request["argv"])
+        if spawned is not None:
+            become_spawned(spawned)
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     else:
         exec(compile(request["code"], "<string>", "exec"), {"__name__": "__main__"})

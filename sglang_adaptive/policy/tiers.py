@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
 
 # (up to this many tokens, a graph every so many): at most an eighth of a step is padding, and a step of a few requests
 # is hardly padded at all. Matrix units work on blocks of 64 or 128 rows, so finer steps above that rarely pay.
