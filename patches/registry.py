@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_adaptive.errors import AdaptiveError
+from sglang_adaptive.propagation import single_pass
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,11 @@ def _apply_edit(patch: Patch) -> None:
 
 def _rebind(owner: Any, name: str, old: Any, new: Any) -> None:
     """Set the attribute, and every binding that ``from module import name`` made of it."""
-    from sglang.srt.plugins.hook_registry import _propagate_patch
+    from sglang.srt.plugins import hook_registry
 
     setattr(owner, name, new)
     if isinstance(owner, types.ModuleType):
-        _propagate_patch(old, new, owner)
+        hook_registry._propagate_patch(old, new, owner)
 
 
 def _apply_hook(patch: Patch) -> None:
@@ -139,11 +140,12 @@ def apply(patches: list[Patch]) -> None:
                 f"Another SGLang plugin hooks {patch.target}, which sglang_adaptive needs unchanged: uninstall that "
                 "plugin or exclude it with SGLANG_PLUGINS=sglang_adaptive,sglang_adaptive_cpu."
             )
-    for patch in todo:
-        _apply_edit(patch) if patch.edits else _apply_hook(patch)
-        _applied[patch.target] = patch
-    if any(patch.hook for patch in todo):
-        HookRegistry.apply_hooks()
+    with single_pass():
+        for patch in todo:
+            _apply_edit(patch) if patch.edits else _apply_hook(patch)
+            _applied[patch.target] = patch
+        if any(patch.hook for patch in todo):
+            HookRegistry.apply_hooks()
     for patch in todo:
         # The host only logs a hook that it could not apply.
         if patch.hook and patch.target not in HookRegistry._patched:
