@@ -9,6 +9,7 @@ import sys
 import zipfile
 
 import pytest
+from warm_python import run_code
 
 from sglang_adaptive.benchmarks import __main__ as commands
 from sglang_adaptive.benchmarks import prompts, steptime, trace_syncs
@@ -137,8 +138,7 @@ def test_the_command_line_names_its_commands_and_loads_only_the_one_asked_for(ca
     assert commands.main(["nothing"]) == 2
     code = "import sys, sglang_adaptive.benchmarks.__main__; print({'aiohttp', 'torch', 'sglang'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    run = "import sys; from sglang_adaptive.benchmarks.__main__ import main; sys.exit(main(sys.argv[1:]))"
     for name in commands.COMMANDS:
-        done = subprocess.run(
-            [sys.executable, "-m", "sglang_adaptive.benchmarks", name, "--help"], capture_output=True, text=True
-        )
-        assert done.returncode == 0 and f"benchmarks {name}" in done.stdout
+        status, output, _ = run_code(run, [name, "--help"])
+        assert status == 0 and f"benchmarks {name}" in output

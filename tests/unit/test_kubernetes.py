@@ -68,6 +68,6 @@ def test_the_router_accepts_its_arguments():
     pytest.importorskip("sglang_router")
     arguments = container("router.yaml")["args"]
     script = "import argparse,sys;from sglang_router.launch_router import parse_router_args as p;print(p(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "service_discovery=True" in done.stdout
