@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sglang_adaptive.benchmarks import plot
-from sglang_adaptive.benchmarks.simulator import report, study, tables, traffic
+from sglang_adaptive.benchmarks.simulator import replay, report, study, tables, traffic
 from sglang_adaptive.benchmarks.simulator.arms import maker
 from sglang_adaptive.benchmarks.simulator.loop import Scenario
 from sglang_adaptive.errors import AdaptiveError
@@ -43,7 +43,10 @@ def parser() -> argparse.ArgumentParser:
         "--table", type=_names, default=("v4-pro-8xb300",), help=f"of {', '.join(tables.names())}, or files"
     )
     result.add_argument(
-        "--traffic", type=_names, default=("mixed",), help=f"of {', '.join(traffic.TRAFFIC)}, or traces"
+        "--traffic",
+        type=_names,
+        default=("mixed",),
+        help=f"of {', '.join(traffic.TRAFFIC)}, or traces; TRACE@NAME hears, of {', '.join(replay.HEARD)}",
     )
     result.add_argument(
         "--arms", type=_arms, default=tuple(ARMS), help="; between arms, as in none;ours:objective=rate"
@@ -120,7 +123,7 @@ def _plan(arguments: argparse.Namespace) -> study.Plan:
         for arm in arguments.arms:
             maker(arm, study.GAMMA, table, table, 0.0)
     for name in arguments.traffic:
-        if not Path(name).exists():
+        if not replay.is_trace(name):
             traffic.named(name)
     scenario = Scenario(
         1,

@@ -37,6 +37,7 @@ class Options:
     policy: bool = True
     min_gain: float = 0.01
     calibration: bool = True
+    draft_features: bool = False
     cost_correction: bool = True
     skip_draft: bool = True
     min_verify_len: int = 1
@@ -145,6 +146,7 @@ RULES: dict[str, Rule] = {
     "policy": _switch("choose how many drafts to verify; off verifies every draft in every step"),
     "min_gain": _number("trim only for at least this much more output per ms, as a fraction", 0.0, 1.0),
     "calibration": _switch("correct the draft's confidences by what was accepted"),
+    "draft_features": _switch("ask the draft's distributions, too, where it has a confidence head"),
     "cost_correction": _switch("correct the profiled step costs by measured step times"),
     "skip_draft": _switch("skip drafting in steps where it costs more than it brings"),
     "min_verify_len": _length("fewest tokens that a request verifies in a step, the anchor included"),

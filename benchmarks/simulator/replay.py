@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from pathlib import Path
+
 import numpy as np
 
+from sglang_adaptive.benchmarks.calibration_methods import Steps, head_and_distribution, headless
 from sglang_adaptive.benchmarks.simulator.traffic import Pool
 from sglang_adaptive.errors import AdaptiveError
 from sglang_adaptive.policy.calibration import Calibration
-from sglang_adaptive.runtime.trace import Trace
+from sglang_adaptive.runtime.trace import Trace, read_trace
 
 _LEAST_TOKENS = 8
+# What a policy may hear instead of a trace's own confidences: TRACE@NAME, each made before the step was known.
+HEARD = {"distribution": headless, "head+distribution": head_and_distribution}
 
 
-def from_trace(trace: Trace, seed: int, prompt_tokens: int = 512) -> Pool:
-    """The trace's requests as a ``Pool``.
+def is_trace(name: str) -> bool:
+    """Whether ``name`` is a file, with or without what is heard of it. Raises AdaptiveError for what is unknown."""
+    path, _, heard = name.partition("@")
+    if not Path(path).exists() or (heard and heard not in HEARD):
+        if heard:
+            raise AdaptiveError(f"There is no trace {path!r}, or nothing {heard!r} in it; of {', '.join(HEARD)}.")
+        return False
+    return True
+
+
+def from_file(name: str, seed: int) -> Pool:
+    """The requests of the trace ``PATH`` or ``PATH@HEARD``."""
+    path, _, heard = name.partition("@")
+    trace = read_trace(path)
+    return from_trace(trace, seed, heard=_heard(path, heard) if heard else None)
+
+
+@lru_cache(maxsize=4)
+def _heard(path: str, what: str) -> np.ndarray:
+    """As the trace's ``confidence``. Raises AdaptiveError where it has no features of drafts."""
+    trace = read_trace(path)
+    steps = Steps.of(trace)
+    if not steps.has_features:
+        raise AdaptiveError("The trace knows nothing of the draft's distributions: record it with the policy off.")
+    confidence = trace.confidence.copy()
+    spans = zip(trace.start[:-1].tolist(), trace.start[1:].tolist(), strict=True)
+    drafted = [(begin, end) for begin, end in spans if end > begin and np.isfinite(confidence[begin:end]).any()]
+    for (begin, end), values in zip(drafted, HEARD[what](steps, 0), strict=True):
+        confidence[begin:end] = values
+    return confidence
+
+
+def from_trace(trace: Trace, seed: int, prompt_tokens: int = 512, heard: np.ndarray | None = None) -> Pool:
+    """The trace's requests as a ``Pool``; ``heard`` [N, K] takes the place of the confidences that a server sees.
 
     A recorded step says which of its tokens were accepted and which one was rejected and replaced. What it does not
     say, the fate of the token after the last verified one where all were accepted, is drawn with the (calibrated)
@@ -26,15 +64,16 @@ def from_trace(trace: Trace, seed: int, prompt_tokens: int = 512) -> Pool:
     rows, raw = trace.rows[drafted], trace.confidence[drafted].astype(np.float64)
     order = np.lexsort([np.flatnonzero(drafted), rows["generation"], rows["slot"]])
     rows, raw = rows[order], raw[order]
+    seen = raw if heard is None else heard[drafted].astype(np.float64)[order]
     believed = _calibrated(raw, rows["verified"].astype(np.int64), rows["accepted"].astype(np.int64))
     edges = np.flatnonzero((np.diff(rows["slot"].astype(np.int64)) != 0) | (np.diff(rows["generation"]) != 0)) + 1
 
-    passed, heard, length = [], [], []
+    passed, confidences, length = [], [], []
     for mine in np.split(np.arange(rows.size), edges):
-        fate, confidence = _tokens(raw[mine], believed[mine], rows[mine], rng)
+        fate, confidence = _tokens(seen[mine], believed[mine], rows[mine], rng)
         if len(fate) >= _LEAST_TOKENS + gamma:
             passed.append(fate)
-            heard.append(confidence)
+            confidences.append(confidence)
             length.append(len(fate) - gamma)
     if not passed:
         raise AdaptiveError("The trace has no request with enough drafted steps; record a longer one.")
@@ -43,26 +82,26 @@ def from_trace(trace: Trace, seed: int, prompt_tokens: int = 512) -> Pool:
     run = np.logical_and.accumulate([ahead[j : j + flat.size] for j in range(gamma)], axis=0).sum(axis=0)
     sizes = np.array(length)
     start = np.concatenate([[0], np.cumsum(sizes + gamma)[:-1]])
-    confidence = np.concatenate(heard).astype(np.float32)
+    confidence = np.concatenate(confidences).astype(np.float32)
     return Pool(gamma, start, sizes, np.full(sizes.size, prompt_tokens), run, *[confidence] * 3)
 
 
 def _tokens(
-    raw: np.ndarray, believed: np.ndarray, rows: np.ndarray, rng: np.random.Generator
+    heard: np.ndarray, believed: np.ndarray, rows: np.ndarray, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Per output token of one request: whether its draft passes [T], and the confidences of a step there [T, K]."""
-    gamma = raw.shape[1]
+    gamma = heard.shape[1]
     fate: list[bool] = []
     confidence: list[np.ndarray] = []
-    for at, (row, own) in enumerate(zip(rows, raw, strict=True)):
+    for at, (row, own) in enumerate(zip(rows, heard, strict=True)):
         accepted, verified = int(row["accepted"]), int(row["verified"])
-        following = raw[min(at + 1, len(raw) - 1)]
+        following = heard[min(at + 1, len(heard) - 1)]
         if accepted < verified:
             last = False
         elif verified < gamma:
             last = bool(rng.random() < believed[at, verified])
         else:
-            last = bool(rng.random() < believed[min(at + 1, len(raw) - 1), 0])
+            last = bool(rng.random() < believed[min(at + 1, len(heard) - 1), 0])
         fate += [True] * accepted + [last]
         whole = np.concatenate([own, following])
         confidence += [whole[offset : offset + gamma] for offset in range(accepted + 1)]

@@ -16,7 +16,6 @@ from sglang_adaptive.benchmarks.simulator.arms import maker
 from sglang_adaptive.benchmarks.simulator.loop import TRIM_MS, Scenario, simulate
 from sglang_adaptive.benchmarks.simulator.tables import load_table, misjudged
 from sglang_adaptive.benchmarks.simulator.traffic import Pool
-from sglang_adaptive.runtime.trace import read_trace
 
 GAMMA = 7
 EXACT = "exact"
@@ -101,8 +100,8 @@ def run_task(task: Task) -> dict[str, Any]:
 @lru_cache(maxsize=3)
 def pool(kind: str, factor: float, seed: int) -> Pool:
     """The requests of a kind of traffic, or of a trace, with confidences ``factor`` times what they should be."""
-    if kind not in traffic.TRAFFIC and Path(kind).exists():
-        return replay.from_trace(read_trace(kind), seed)
+    if kind not in traffic.TRAFFIC and replay.is_trace(kind):
+        return replay.from_file(kind, seed)
     return traffic.generate(traffic.wrong_head(traffic.named(kind), factor), GAMMA, seed)
 
 

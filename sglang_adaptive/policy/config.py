@@ -20,6 +20,8 @@ class PolicyConfig:
     ``trust_new``: requests without history count as sure; False takes them as typical of the recent batches, and at
     first as accepting three drafts of four.
     ``calibrate``: learn a map from the head's confidences to acceptance rates.
+    ``learns_first``: somebody else corrects the confidences; as with ``calibrate``, drafting goes on until that was
+    given time.
     ``correct_costs``: correct the profiled cost table from measured step times.
     ``skip_draft``: allow steps without a drafter when drafting costs more than it gains (rules in ``skip``).
     ``explore_steps``: after so many steps on end without one that verified everything, the next that drafts does, so
@@ -38,6 +40,7 @@ class PolicyConfig:
     max_len: int | None = None
     trust_new: bool = False
     calibrate: bool = True
+    learns_first: bool = False
     correct_costs: bool = True
     skip_draft: bool = True
     skip: SkipRules = field(default_factory=SkipRules)

@@ -77,7 +77,7 @@ class Engine:
         self._informative = cost.is_informative
         measures = config.correct_costs and self._informative
         self._compares, self._measures_tiers = measures and config.look_steps > 0, measures and config.explore_steps > 0
-        self._head_known = not config.calibrate
+        self._head_known = not (config.calibrate or config.learns_first)
         self._modes, self._look = ModeTimes(), Look(config.look_steps)
         self._look_whole, self._look_trimmed = Look(config.look_steps), Look(config.look_steps)
         # A list: one item of an array at a time is several times slower.

@@ -86,8 +86,8 @@ class StepPlanner:
     ) -> None:
         """Take the profiled costs, and the memory pools that exist by now.
 
-        ``estimate`` makes the confidences of drafts without a head, and learns by itself what the engine's calibration
-        learns of a head.
+        ``estimate`` makes the confidences of drafts without a head, or with more than a head, and learns by itself what
+        the engine's calibration learns of a head.
         """
         self.estimate = estimate
         pool = self.model_runner.req_to_token_pool
@@ -96,6 +96,7 @@ class StepPlanner:
             min_len=options.min_verify_len,
             max_len=min(options.max_verify_len or self.gamma + 1, self.gamma + 1),
             calibrate=options.calibration and estimate is None,
+            learns_first=estimate is not None and estimate.head and estimate.learning,
             correct_costs=options.cost_correction,
             skip_draft=options.skip_draft and self._skips_drafts,
             auto_refresh=self._group.world_size == 1,
@@ -108,15 +109,15 @@ class StepPlanner:
             max_requests=max_requests,
             device=self.device,
             lag=SYNC_LAG if get_schedule().disable_overlap_schedule else OVERLAP_LAG,
-            extra=trace_features.width(self.gamma) if self.traces(options) or estimate is not None else 0,
+            extra=self._extra_columns(options),
             uncollected=EVERY,
         )
         if self.traces(options):
             self._trace = TraceRecorder(options.trace, self.gamma, meta=describe(self.model_runner))
         self._ones = torch.ones(max_requests, dtype=torch.int32, device=self.device)
         self._log_every = options.log_decisions == "every"
-        # An estimate learns from every step of a request.
-        self._may_repeat = not self._log_every and estimate is None
+        # An estimate without a head learns from every step of a request.
+        self._may_repeat = not self._log_every and (estimate is None or estimate.head)
         if self._group.world_size > 1:
             # Ranks on other machines may have been given other options.
             self._may_repeat = self._group.broadcast_object(self._may_repeat, src=0)
@@ -127,6 +128,12 @@ class StepPlanner:
             self._calibration = identity
             self._allocate = compiled_allocation(max_requests, config, identity)
 
+    def _extra_columns(self, options: Options) -> int:
+        """What a step's record holds besides, of its draft distributions."""
+        if self.estimate is not None:
+            return self.estimate.columns
+        return trace_features.width(self.gamma) if self.traces(options) else 0
+
     def traces(self, options: Options) -> bool:
         """Whether this rank records a trace."""
         return options.trace is not None and get_parallel().tp_rank == 0
@@ -135,9 +142,13 @@ class StepPlanner:
         """Whether there are attention and graphs for ``width`` tokens of every request."""
         return self.widths is not None and width in self.widths
 
+    def hears_draft(self) -> bool:
+        """Whether the running step's confidences matter; while steps are profiled they cost what they do in those."""
+        return self._engine is None or (self.decision is not None and not self._repeating)
+
     def see_draft(self, columns: torch.Tensor) -> None:
-        """Keep the ``trace_features.draft_columns`` of the step that is being launched, for its trace."""
-        self._draft_columns = columns
+        """Keep what the estimate and the trace want to know of the draft of the step that is being launched."""
+        self._draft_columns = columns if self._engine is not None else None
 
     # -- before the launch, on the CPU, while the device runs the previous step --
 

@@ -213,10 +213,10 @@ def _encode(entries: list[_Entry], gamma: int) -> bytes:
         block["slot"], block["generation"] = entry.slots, entry.generations
         block["verified"] = np.clip(step.verify_lens - 1, 0, gamma)
         block["accepted"] = np.clip(step.commit_lens - 1, 0, block["verified"])
-        block["temperature"] = np.nan if step.extra is None else step.extra[:, -1]
+        block["temperature"] = np.nan if step.extra is None else DraftFeatures.of(step.extra, gamma).temperature
         at += requests
     confidence = [entry.step.confidence for entry in entries if entry.step.confidence is not None]
-    featured = [DraftFeatures.of(entry.step.extra) for entry in entries if entry.step.extra is not None]
+    featured = [DraftFeatures.of(entry.step.extra, gamma) for entry in entries if entry.step.extra is not None]
     maxima = _log_odds([each.max_probability for each in featured], gamma)
     spreads = _joined([each.entropy for each in featured], gamma)
     margins = np.minimum(_joined([each.margin for each in featured], gamma), MARGIN_LIMIT)

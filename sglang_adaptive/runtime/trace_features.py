@@ -34,10 +34,11 @@ class DraftFeatures:
     temperature: np.ndarray
 
     @staticmethod
-    def of(columns: np.ndarray) -> DraftFeatures:
-        """From ``draft_columns`` [R, 3 * K + 1] on the CPU."""
-        parts = columns[:, :-1].reshape(len(columns), PER_DRAFT, -1)
-        return DraftFeatures(parts[:, 0], parts[:, 1], parts[:, 2], columns[:, -1])
+    def of(columns: np.ndarray, gamma: int) -> DraftFeatures:
+        """From ``draft_columns`` [R, 3 * K + 1] on the CPU, K = ``gamma``; further columns are others'."""
+        drafts = PER_DRAFT * gamma
+        parts = columns[:, :drafts].reshape(len(columns), PER_DRAFT, gamma)
+        return DraftFeatures(parts[:, 0], parts[:, 1], parts[:, 2], columns[:, drafts])
 
 
 def draft_columns(logits: torch.Tensor, temperatures: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify
 
 from sglang_adaptive.runtime import plain
 from sglang_adaptive.runtime.dspark_planner import AdaptiveVerifyPlanner
+from sglang_adaptive.runtime.estimate import Estimate
+from sglang_adaptive.runtime.heard_drafts import HeardDrafts
 from sglang_adaptive.runtime.serving import AdaptiveServing
 from sglang_adaptive.runtime.trace_features import watch_drafts
 
@@ -47,10 +49,27 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
         """Capture as the host does, then profile what was captured."""
         super().init_cuda_graphs()
         self.planner.capture_widths(self.gamma + 1, 1)
-        self.begin_serving()
+        self.begin_serving(self._estimate())
         if self.planner.ragged and self.planner.traces(self.options) and not self.options.policy:
             # For studies of confidences, in which nothing is trimmed: dozens of kernels a step.
             watch_drafts(self._proposer, self.planner.see_draft)
+
+    def _estimate(self) -> Estimate | None:
+        """Where the draft's distributions are to be asked, too: what makes confidences of them and the head's."""
+        wanted = self.options.draft_features and self.options.policy and self.planner.ragged
+        if not wanted or self._proposer._greedy_draft:
+            return None
+        estimate = Estimate(
+            gamma=self.gamma,
+            num_slots=self.model_runner.req_to_token_pool.req_to_token.shape[0],
+            device=self.device,
+            learn=self.options.calibration,
+            head=True,
+        )
+        heard = HeardDrafts(self._proposer, estimate, self.planner.hears_draft, self.planner.see_draft)
+        if torch.device(self.device).type == "cuda":
+            heard.compile(self.profiled_draft(requests, 1) for requests in (1, 2, 3))
+        return estimate
 
     def forward_batch_generation(
         self,

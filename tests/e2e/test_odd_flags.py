@@ -1,4 +1,5 @@
-"""Many flags at once: large pages, chunked prompts in mixed steps, retractions, priorities, and a shorter block."""
+"""Many flags at once: large pages, chunked prompts in mixed steps, retractions, priorities, a shorter block, and
+confidences made of more than the head."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def odd_server(
 ) -> Iterator[Server]:
     target, draft = tiny_pair
     folder = features.borrow_costs(dear_costs, tmp_path_factory.mktemp("odd"), gamma=BLOCK)
-    environment = costs.environment(folder, priority_weight="2")
+    environment = costs.environment(folder, priority_weight="2", draft_features="on")
     environment |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
     arguments = (*speculative(draft), *FLAGS, *adapter_flags(adapters))
     with Server(target, *arguments, log_dir=log_dir, environment=environment) as server:
@@ -57,6 +58,7 @@ def test_chunked_prefill_in_mixed_steps_with_retractions(odd_server: Server, tin
     assert [each["output_ids"] for each in ours] == [each["output_ids"] for each in answers(tiny_plain_server, bodies)]
     assert sum(each["meta_info"]["num_retractions"] for each in ours) > 0, "no request was retracted"
     state, info = odd_server.adaptive_state(), odd_server.server_info()
+    assert state["options"]["draft_features"] is True
     assert state["decisions"]["trimmed"] > 0 and len(state["verified_per_position"]) == BLOCK
     assert "8" in state["by_load"], "the requests did not run together"
     assert info["enable_mixed_chunk"] and info["cuda_graph_config"]["decode"]["backend"] == "disabled"

@@ -23,7 +23,7 @@ def noted(path: Path) -> list[dict]:
 def test_a_rank_that_drifts_decides_like_the_others(tiny_pair, tmp_path, log_dir, expected_ids):
     """Rank 1's confidences are turned around, tokens cost it nothing in its profile and by its clock."""
     target, draft = tiny_pair
-    environment = costs.environment(tmp_path, cost_correction="on", calibration="on")
+    environment = costs.environment(tmp_path, cost_correction="on", draft_features="on")
     environment["RANK_DRIFT_DIR"] = str(tmp_path)
     with Server(target, *speculative(draft), "--tp", "2", log_dir=log_dir, environment=environment) as server:
         for requests, times in ROUNDS:

@@ -163,7 +163,7 @@ def test_draft_columns_describe_the_distribution_that_is_drawn_from():
     logits = torch.tensor([[[0.0, 1.0, 3.0, -math.inf]], [[2.0, 2.0, 2.0, 2.0]]])
     columns = draft_columns(logits, torch.tensor([0.5, 1.0]), torch.tensor([False, True])).numpy()
     assert columns.shape == (2, width(1))
-    found = DraftFeatures.of(columns)
+    found = DraftFeatures.of(columns, 1)
     p = np.exp([0.0, 2.0, 6.0]) / np.exp([0.0, 2.0, 6.0]).sum()
     np.testing.assert_allclose(found.max_probability[:, 0], [p.max(), 0.25], rtol=1e-5)
     np.testing.assert_allclose(found.entropy[:, 0], [-(p * np.log(p)).sum(), math.log(4)], rtol=1e-5)

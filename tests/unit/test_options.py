@@ -66,7 +66,7 @@ def test_paths_become_absolute(tmp_path, monkeypatch):
 BAD = [
     *[
         (name, text)
-        for name in ("policy", "calibration", "cost_correction", "skip_draft")
+        for name in ("policy", "calibration", "draft_features", "cost_correction", "skip_draft")
         for text in ("yes", "ON", "")
     ],
     *[("min_gain", text) for text in ("-0.01", "1.01", "nan", "inf", "2%", "")],

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from sglang_adaptive.benchmarks import simulate, sizing
-from sglang_adaptive.benchmarks.simulator import report, study, traffic
+from sglang_adaptive.benchmarks.simulator import replay, report, study, traffic
 from sglang_adaptive.errors import AdaptiveError
 
 K = 7
+TRACE = Path(__file__).parents[1] / "data" / "smollm2.trace"
 SMALL = ["--tokens-per-user", "60", "--least-tokens", "200", "--seeds", "2", "--jobs", "1"]
 
 
@@ -132,3 +134,22 @@ def test_sizing_is_timed_after_the_engine_has_learned(capsys, monkeypatch):
     assert "| 8 x 3 | sizing, thread CPU time |" in capsys.readouterr().out
     made = sizing.engine(8, 3)
     assert made.cost.is_informative and made.cost.kv_points.size == 16
+
+
+def test_a_trace_is_replayed_with_what_its_drafts_distributions_say(tmp_path, capsys):
+    traces = ",".join([str(TRACE), f"{TRACE}@head+distribution"])
+    out = tmp_path / "study"
+    options = ["--traffic", traces, "--concurrency", "8", "--arms", "ours", "--out", str(out)]
+    assert simulate.main([*SMALL, *options]) == 0
+    found = json.loads(out.with_suffix(".json").read_text())
+    names = [dict(zip(found["columns"], row, strict=True))["traffic"] for row in found["rows"]]
+    assert sorted(set(names)) == ["smollm2.trace", "smollm2.trace@head+distribution"]
+    head, both = (replay.from_file(name, 0) for name in traces.split(","))
+    # The same requests; and what is heard of them separates tokens whose draft passes from the others better.
+    assert (head.run == both.run).all()
+    passed = head.run > 0
+    apart = [float(each[passed, 0].mean() - each[~passed, 0].mean()) for each in (head.confidence, both.confidence)]
+    assert apart[1] > apart[0] + 0.02
+    for bad in (f"{TRACE}@nothing", "nowhere@distribution"):
+        with pytest.raises(AdaptiveError, match="There is no trace"):
+            simulate.main(["--traffic", bad])

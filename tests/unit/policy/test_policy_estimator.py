@@ -157,3 +157,40 @@ def test_a_position_that_is_always_trimmed_leans_on_the_one_before():
     assert estimator.confidence(features(probability, np.ones((64, K)), none))[:, 1].mean() == pytest.approx(
         0.9, abs=0.03
     )
+
+
+# -- beside a confidence head --
+
+
+def test_at_first_it_believes_the_head():
+    head = np.array([[0.3, 0.6, 0.8]])
+    got = Estimator(K, head=True).confidence(features(np.full((1, K), 0.9), np.ones((1, K)), np.zeros(1), head=head))
+    assert got == pytest.approx(head)
+
+
+def headed_world(random, requests):
+    """The head and the distribution each know a part of what decides."""
+    probability, entropy, recent, _ = world(random, requests)
+    head = random.beta(2, 2, (requests, K))
+    return probability, entropy, recent, head, sigmoid(0.8 * logit(head) + 0.8 * logit(probability) - 0.5)
+
+
+def test_it_learns_what_the_head_does_not_know():
+    estimator, random = Estimator(K, head=True), np.random.default_rng(4)
+    for _ in range(600):
+        *seen, head, truth = headed_world(random, 16)
+        alive = np.logical_and.accumulate(random.random(truth.shape) < truth, axis=1).sum(axis=1)
+        estimator.observe(features(*seen, head=head), np.full(16, K), alive)
+    *seen, head, truth = headed_world(random, 20_000)
+    happened = random.random(truth.shape) < truth
+    got = estimator.confidence(features(*seen, head=head))
+    for j in range(K):
+        best, learned, alone = (auc(s[:, j], happened[:, j]) for s in (truth, got, head))
+        assert learned > best - 0.01 and learned > alone + 0.05
+    # On the device, with what is no probability contained to its draft.
+    head[0, 1], head[1, 0], seen[0][2, 2] = np.nan, 1.5, -0.1
+    temperature = np.resize([0.0, 0.8], len(head))
+    wanted = estimator.confidence(features(*seen, temperature, head))
+    tensors = [torch.tensor(a, dtype=torch.float32) for a in (*seen, estimator.coefficients, temperature, head)]
+    assert estimate_on_device(*tensors).numpy() == pytest.approx(wanted, abs=5e-5, nan_ok=True)
+    assert np.isnan(wanted).sum() == 3
