@@ -1,14 +1,15 @@
-"""EAGLE, EAGLE3 and MTP drafts: penalties exact at every verified position, and what verification drops refused."""
+"""EAGLE, EAGLE3 and MTP drafts: penalties exact at every verified position, and draws by the seeds of requests."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from sglang_adaptive import ALGORITHM
 from sglang_adaptive.patches.registry import Patch
 from sglang_adaptive.patches.sampling import prefill
+from sglang_adaptive.runtime import seeds
 from sglang_adaptive.runtime.penalties import Penalties, StepPenalties
 
 
@@ -41,10 +42,21 @@ def _verify(original: Any, batch: Any, *, target_worker: Any, **kwargs: Any) -> 
     return result
 
 
-def _refuse(complaint: str | None, scheduler: Any, request: Any) -> str | None:
-    if complaint is None and request.sampling_params.min_p > 0:
-        return f"{ALGORITHM} does not apply min_p to a draft of this family: drop min_p from the request."
-    return complaint
+def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any = None, **kwargs: Any):
+    info, width = batch.sampling_info, verify_input.draft_token_num
+    if batch.forward_mode.is_idle() or not seeds.apply(info):
+        return original(verify_input, batch, logits_output, grammar_mask, **kwargs)
+    logits = logits_output.next_token_logits
+    if info.logit_bias is not None:
+        logits.add_(info.logit_bias.repeat_interleave(width, dim=0))
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
+    said = seeds.certain(logits, seeds.drawn(logits, info, batch.seq_lens, width))
+    batch.sampling_info = replace(info, is_all_greedy=True, logit_bias=None)
+    try:
+        return original(verify_input, batch, replace(logits_output, next_token_logits=said), **kwargs)
+    finally:
+        batch.sampling_info = info
 
 
 PATCHES = [
@@ -67,10 +79,12 @@ PATCHES = [
         kind="around",
     ),
     Patch(
-        target="sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin.validate_dllm_request",
-        why="Verification of EAGLE drafts ignores min_p, and no check of a request asks the algorithm about it.",
-        remove_when="the host applies min_p to EAGLE's target probabilities, or refuses it.",
-        hook=_refuse,
-        kind="after",
+        target="sglang.srt.speculative.eagle_utils.eagle_sample",
+        why="Its seeds throw the coins of acceptance, so that what is said depends on what was drafted and verified; "
+        "with ours, greedy verification compares drafts with what the target draws by its seeds.",
+        remove_when="the host accepts drafts where they are the target's own seeded draw.",
+        depends=("sglang.srt.speculative.eagle_utils._verify_uses_greedy",),
+        hook=_sample,
+        kind="around",
     ),
 ]

@@ -62,7 +62,8 @@ class Patch:
         return (self.target, *self.depends)
 
 
-_applied: dict[str, Patch] = {}
+# By target and whether the source is edited: a hook may stand around an edited function.
+_applied: dict[tuple[str, bool], Patch] = {}
 
 
 def edited_source(source: str, edits: tuple[Edit, ...], target: str) -> str:
@@ -131,9 +132,9 @@ def apply(patches: list[Patch]) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    todo = [patch for patch in patches if _applied.get(patch.target) is not patch]
+    todo = [patch for patch in patches if _applied.get(_key(patch)) is not patch]
     for patch in todo:
-        if patch.target in _applied:
+        if _key(patch) in _applied or (patch.target, False) in _applied:
             raise AdaptiveError(f"sglang_adaptive declares two patches of {patch.target}: merge them into one.")
         if patch.target in HookRegistry._hooks or patch.target in HookRegistry._patched:
             raise AdaptiveError(
@@ -143,7 +144,7 @@ def apply(patches: list[Patch]) -> None:
     with single_pass():
         for patch in todo:
             _apply_edit(patch) if patch.edits else _apply_hook(patch)
-            _applied[patch.target] = patch
+            _applied[_key(patch)] = patch
         if any(patch.hook for patch in todo):
             HookRegistry.apply_hooks()
     for patch in todo:
@@ -173,4 +174,8 @@ def refuse_foreign_hooks() -> None:
 
 def applied() -> list[str]:
     """Targets patched in this process, sorted."""
-    return sorted(_applied)
+    return sorted({target for target, _ in _applied})
+
+
+def _key(patch: Patch) -> tuple[str, bool]:
+    return patch.target, bool(patch.edits)

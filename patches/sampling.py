@@ -1,4 +1,4 @@
-"""Sampling parameters that the host's DSpark verification drops: penalties, ``min_new_tokens`` and ``min_p``."""
+"""Sampling parameters that the host's DSpark verification drops: penalties, ``min_new_tokens``, ``min_p``, seeds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sglang_adaptive.patches.registry import Edit, Patch
+from sglang_adaptive.runtime import seeds
 from sglang_adaptive.runtime.penalties import Penalties
 
 _DSPARK = "sglang.srt.speculative.dspark_components"
@@ -41,10 +42,16 @@ def _apply(*, next_token_logits: torch.Tensor, sampling_info: Any, draft_token_n
         step.apply(next_token_logits, draft_token_num)
 
 
-def _commit(accept: Any, executor: Any, *, sampling_info: Any, **kwargs: Any) -> None:
+def _accept(original: Any, executor: Any, *, sampling_info: Any, **kwargs: Any) -> Any:
     step = getattr(sampling_info, "adaptive_penalties", None)
+    if seeds.apply(sampling_info) and executor._simulated_correct_len is None:
+        logits, width = kwargs["target_logits"], executor.verify_num_draft_tokens
+        tokens = seeds.drawn(logits, sampling_info, kwargs["prefix_lens"], width)
+        kwargs["target_logits"], sampling_info = seeds.certain(logits, tokens), None
+    accept = original(executor, sampling_info=sampling_info, **kwargs)
     if step is not None:
         step.commit(accept.out_tokens, accept.commit_lens)
+    return accept
 
 
 def prefill(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,10 +113,12 @@ PATCHES = [
     ),
     Patch(
         target=f"{_EXECUTOR}.accept_and_finalize",
-        why="What was accepted is counted on the device: the scheduler learns of it a step late.",
-        remove_when="the host does what makes the patch of run_compact unnecessary.",
-        hook=_commit,
-        kind="after",
+        why="What was accepted is counted on the device: the scheduler learns of it a step late. Seeds are dropped: "
+        "where they are honoured, greedy acceptance compares drafts with what the target draws by them.",
+        remove_when="the host does what makes the patch of run_compact unnecessary, and draws by seeds.",
+        depends=(f"{_DSPARK}.dspark_verify.accept_draft_tokens", f"{_DSPARK}.dspark_verify.build_accept_outs"),
+        hook=_accept,
+        kind="around",
     ),
     Patch(
         target=f"{_DSPARK}.dspark_worker_v2.DSparkWorkerV2._forward_prefill",

@@ -149,8 +149,12 @@ def _fall_back_to_uniform(server_args: Any) -> None:
 
 def worker_class(server_args: Any) -> type:
     """The worker of the family, and what it needs in the host (imports the runtime)."""
-    from sglang_adaptive.patches import eagle, eagle_sampling, registry, sampling
+    from sglang.srt.arg_groups.model_override_base import resolved_view
 
+    from sglang_adaptive.patches import eagle, eagle_sampling, min_p, registry, sampling, seeds
+
+    seeded = resolved_view(server_args).enable_deterministic_inference
+    registry.apply([*min_p.PATCHES, *(seeds.PATCHES if seeded else ())])
     if _family is not family.DSPARK:
         from sglang_adaptive.runtime.eagle import AdaptiveEagleWorker
 

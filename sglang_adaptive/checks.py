@@ -27,9 +27,9 @@ _UNSUPPORTED = (
         "budget alignment, which its own cost model does: drop --speculative-dspark-align-verify-tokens-to-graph-tier",
     ),
     (
-        "enable_deterministic_inference",
-        (None, False),
-        "deterministic inference, whose seeds verification does not take: drop --enable-deterministic-inference",
+        "rl_on_policy_target",
+        (None,),
+        "sampling on a trainer's policy, whose logprobs verification does not compute: drop --rl-on-policy-target",
     ),
     ("disable_cuda_graph_padding", (None, False), "unpadded CUDA graphs: drop --disable-cuda-graph-padding"),
     ("enable_multi_layer_eagle", (None, False), "a draft model per position: serve with --speculative-algorithm EAGLE"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 _FEATURES = "tests/e2e/test_features.py::"
 _ODD = "tests/e2e/test_odd_flags.py::"
 _SERVING = "tests/e2e/test_serving.py::"
+_SEEDS = "tests/e2e/test_seeds.py::"
 _REFUSED = "tests/unit/test_refusals.py::test_a_feature_that_does_not_work_is_refused_in_one_sentence"
 _UNIFORM = "tests/unit/test_refusals.py::test_targets_whose_positions_or_layers_know_one_length_only_verify_uniformly"
 _GPU = "tests/unit/test_activation.py::test_what_a_gpu_verifies_without_graphs_and_with_adapters"
@@ -52,11 +53,13 @@ ROWS = (
     ),
     Row(
         "`min_p`",
-        "exact for DSpark drafts; for EAGLE, EAGLE3 and MTP drafts the request is refused",
+        "exact for DSpark drafts; for EAGLE, EAGLE3 and MTP drafts, and where seeds are honoured, the request is "
+        "refused",
         (
             f"{_FEATURES}test_min_p_bounds_every_token",
             "tests/unit/test_penalties.py::test_min_p_keeps_what_the_hosts_sampler_keeps",
-            "tests/unit/test_penalties.py::test_an_eagle_request_with_min_p_is_refused",
+            "tests/unit/test_penalties.py::test_a_request_whose_min_p_would_not_be_applied_is_refused",
+            f"{_SEEDS}test_a_request_with_min_p_is_refused",
         ),
     ),
     Row("`logit_bias`", EQUAL, (f"{_FEATURES}test_logit_bias",)),
@@ -76,8 +79,15 @@ ROWS = (
     ),
     Row(
         "Seeds of requests",
-        f"`--enable-deterministic-inference` is {REFUSED}; without it SGLang ignores them, speculating or not",
-        (f"{_REFUSED}[deterministic inference]",),
+        "with `--enable-deterministic-inference`: the tokens that the request gets alone without speculation, whatever "
+        "is verified and whoever else is served; not run on a GPU. Without it SGLang ignores them, speculating or not",
+        (
+            f"{_SEEDS}test_seeded_output_is_that_without_speculation_at_every_load",
+            f"{_SEEDS}test_other_seeds_say_something_else_and_none_is_the_hosts_default",
+            f"{_SEEDS}test_a_target_with_an_mtp_layer_of_its_own_without_overlap",
+            "tests/unit/test_seeds.py::test_the_output_is_that_token_by_token_whatever_is_drafted_and_verified",
+            "tests/unit/test_seeds.py::test_a_draw_does_not_depend_on_who_else_is_in_the_batch",
+        ),
     ),
     Row("Radix cache", EQUAL, (f"{_FEATURES}test_cached_prefixes",)),
     Row(

@@ -52,7 +52,9 @@ def apply(server_args: Any) -> None:
         server_args.max_running_requests = MAX_RUNNING_REQUESTS
     if server_args.speculative_draft_attention_backend is None:
         server_args.speculative_draft_attention_backend = ATTENTION_BACKEND
-    # The host's default is a GPU's.
+    # The host's defaults are a GPU's.
+    if server_args.attention_backend is None and server_args.enable_deterministic_inference:
+        server_args.attention_backend = ATTENTION_BACKEND
     if server_args.lora_backend == "csgmv":
         server_args.lora_backend = LORA_BACKEND
     elif server_args.lora_backend != LORA_BACKEND and (server_args.enable_lora or server_args.lora_paths):

@@ -106,3 +106,32 @@ def write_chain(
     predicts[retrive_index[written].to(torch.int64)] = tokens[written].to(predicts.dtype)
     accept_index[written] = retrive_index[written].to(accept_index.dtype)
     accept_token_num.copy_(count)
+
+
+_LOW = 0xFFFFFFFF
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (x86, 32 bits, Appleby 2011) of four words: the seed's low and high half, the position, the column.
+
+    Args:
+        seed: 64-bit integers [rows]; positions: integers [rows]; col_indices: integers [columns].
+
+    Returns:
+        int64 [rows, columns] in [0, 2^32).
+    """
+    seed, positions = seed.to(torch.int64).unsqueeze(1), positions.to(torch.int64).unsqueeze(1)
+    h = torch.zeros_like(seed)
+    for word in (seed, seed >> 32, positions, col_indices.to(torch.int64).unsqueeze(0)):
+        k = ((word & _LOW) * 0xCC9E2D51) & _LOW
+        h = h ^ ((_rotated(k, 15) * 0x1B873593) & _LOW)
+        h = (_rotated(h, 13) * 5 + 0xE6546B64) & _LOW
+    h = h ^ 16
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _LOW
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _LOW
+    return h ^ (h >> 16)
+
+
+def _rotated(word: torch.Tensor, by: int) -> torch.Tensor:
+    """32-bit words, rotated to the left."""
+    return ((word << by) | (word >> (32 - by))) & _LOW

@@ -26,6 +26,8 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # This runs in every process of the server, before any argument is parsed.
         choices.add_attention_backend_choices([ATTENTION_BACKEND])
         choices.add_draft_attention_backend_choices([ATTENTION_BACKEND])
+        choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+        choices.add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
         register_resolution_hook("handle_cpu_backends")(defaults.cpu_backends)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
@@ -80,9 +82,9 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
             return AdaptiveCpuAttention(model_runner)
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        from sglang.srt.runtime_context import get_lora, get_spec
+        from sglang.srt.runtime_context import get_exec, get_lora, get_spec
 
-        from sglang_adaptive.patches import cpu_eagle, cpu_kernels, cpu_weights, cpu_worker
+        from sglang_adaptive.patches import cpu_eagle, cpu_kernels, cpu_seeds, cpu_weights, cpu_worker
         from sglang_adaptive.platform_cpu.linear import pack_linear_layers
 
         if pack_linear_layers(model) > 0:
@@ -96,5 +98,7 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
             registry.apply(cpu_lora.PATCHES)
             register_lora_backend(LORA_BACKEND)(lambda: AdaptiveCpuLora)
+        if get_exec().deterministic.enable_deterministic_inference:
+            registry.apply(cpu_seeds.PATCHES)
         if get_spec().speculative_algorithm is not None:
             registry.apply([*cpu_kernels.PATCHES, *cpu_worker.PATCHES, *cpu_eagle.PATCHES])

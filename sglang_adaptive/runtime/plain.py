@@ -70,10 +70,12 @@ def forward(worker: Any, batch: Any, on_publish: Callable[..., None]) -> Generat
     logits_output.next_token_logits = logits_output.next_token_logits[:requests]
     if penalties is not None:
         penalties.apply(logits_output.next_token_logits, width=1)
+    # As in a decode step of the host: the token before the one sampled counts, and gives seeds their position.
+    new_seq_lens = prefix_lens + 1
+    forward_batch.seq_lens = new_seq_lens
     tokens = runner.sample(logits_output, forward_batch).to(torch.int64)
     worker._tp_sync.sync(SpecTpSyncSite.DSPARK_TARGET, tokens)
 
-    new_seq_lens = prefix_lens + 1
     on_publish(new_seq_lens)
     worker._kv_injector.inject_target_hidden(
         target_hidden=logits_output.hidden_states[:requests],

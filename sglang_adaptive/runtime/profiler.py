@@ -26,6 +26,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 from sglang_adaptive import HOST_VERSION, __version__
 from sglang_adaptive.options import Options
 from sglang_adaptive.policy.cost import CostModel, CostTableError, VerifySample
+from sglang_adaptive.runtime import seeds
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,9 @@ def _key(worker: Any) -> dict[str, str]:
         "max_requests": runner.max_running_requests,
         "versions": [__version__, HOST_VERSION, torch.__version__],
     }
+    if seeds.enabled():
+        # The host then computes with other kernels.
+        facts["deterministic"] = True
     return {name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()}
 
 

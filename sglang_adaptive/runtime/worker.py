@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_schedule
 from sglang.srt.speculative.dspark_components import dspark_worker_v2 as host
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 
-from sglang_adaptive.runtime import plain
+from sglang_adaptive.runtime import plain, seeds
 from sglang_adaptive.runtime.dspark_planner import AdaptiveVerifyPlanner
 from sglang_adaptive.runtime.estimate import Estimate
 from sglang_adaptive.runtime.heard_drafts import HeardDrafts
@@ -37,7 +37,7 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.begin_process()
-        with _planner_in_place():
+        with _planner_in_place(), seeds.likeliest_drafts():
             super().__init__(*args, **kwargs)
         self.announce("DSPARK")
 
@@ -100,6 +100,12 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
             planner.draft_after_all()
         with planner.fixed_width():
             return super().forward_batch_generation(batch, publish, grammar_barrier, **kwargs)
+
+    def _sampling_graph_eligible(self, *, sampling_info: Any, **kwargs: Any) -> bool:
+        """The host's graph of sampled acceptance knows temperatures only."""
+        return not seeds.apply(sampling_info) and super()._sampling_graph_eligible(
+            sampling_info=sampling_info, **kwargs
+        )
 
     def profiled_draft(self, requests: int, kv_length: int) -> Callable[[], Any]:
         """One draft for R requests, which all use the host's padding slot."""

@@ -20,7 +20,6 @@ from sglang_adaptive.launch.client import RequestFailed
 pytestmark = pytest.mark.e2e
 
 REGEX = "(h[0-9]{1,2}|e1[0-9]{0,2}){30}"
-MTP = ("--speculative-algorithm", ALGORITHM)
 
 
 @pytest.fixture(scope="module")
@@ -175,16 +174,6 @@ def test_an_eagle_draft_and_an_adapter(
     assert state["requests"] < state["verify_tokens"] < state["requests"] * 6, "nothing was trimmed, or everything was"
     # The later drafts of a chain follow from the draft's own hidden states.
     assert state["accept_length"] > 1.2 and state["accepted_per_position"][-1] > 0
-
-
-def test_a_target_with_an_mtp_layer_of_its_own_without_overlap(tiny_mtp_target, tmp_path, log_dir, expected_ids):
-    arguments = (*MTP, "--disable-overlap-schedule")
-    with Server(tiny_mtp_target, *arguments, log_dir=log_dir, environment=costs.environment(tmp_path)) as server:
-        assert server.greedy_ids(PROMPTS, TOKENS) == expected_ids
-        state, info = server.adaptive_state(), server.server_info()
-    assert state["family"] == "NEXTN" and info["speculative_num_steps"] == 3
-    assert state["decisions"]["trimmed"] > 0
-    assert state["accept_length"] > 1.2
 
 
 def test_trees_and_uneven_chains_are_refused_in_one_sentence(tiny_eagle3_pair, log_dir):

@@ -72,5 +72,6 @@ def test_each_patch_explains_itself(patch):
 
 
 def test_no_function_is_patched_twice():
-    targets = [patch.target for patch in PATCHES]
+    """A hook may stand around an edited function."""
+    targets = [(patch.target, patch.kind == "edit") for patch in PATCHES]
     assert len(targets) == len(set(targets))

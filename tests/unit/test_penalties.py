@@ -9,7 +9,8 @@ import pytest
 import torch
 from sglang.srt.sampling import penaltylib
 
-from sglang_adaptive.patches import eagle_sampling, sampling
+from sglang_adaptive import activation, family
+from sglang_adaptive.patches import eagle_sampling, min_p, sampling
 from sglang_adaptive.runtime.penalties import Penalties
 
 VOCAB, EOS, WIDTH = 40, 2, 5
@@ -238,13 +239,26 @@ def test_accepting_in_a_graph_is_not_exact_with_penalties_or_min_p(changes, noop
     assert sampling._is_noop(lambda info: False, info) is False
 
 
-def test_an_eagle_request_with_min_p_is_refused():
+@pytest.mark.parametrize(
+    ("drafts", "seeded", "refused"),
+    [
+        (family.EAGLE, False, True),
+        (family.NEXTN, True, True),
+        (family.DSPARK, True, True),
+        (family.DSPARK, False, False),
+    ],
+)
+def test_a_request_whose_min_p_would_not_be_applied_is_refused(monkeypatch, drafts, seeded, refused):
+    monkeypatch.setattr(activation, "_family", drafts)
+    monkeypatch.setattr(min_p, "_seeded", lambda: seeded)
     request = make_request({"min_p": 0.1}, 0)
-    sentence = eagle_sampling._refuse(None, None, request)
-    assert sentence.endswith("drop min_p from the request.") and sentence.count(". ") == 0
+    sentence = min_p._refuse(None, None, request)
+    assert (sentence is not None) == refused
+    if refused:
+        assert sentence.endswith("drop min_p from the request.") and sentence.count(". ") == 0
     request.sampling_params.min_p = 0.0
-    assert eagle_sampling._refuse(None, None, request) is None
-    assert eagle_sampling._refuse("another complaint", None, request) == "another complaint"
+    assert min_p._refuse(None, None, request) is None
+    assert min_p._refuse("another complaint", None, request) == "another complaint"
 
 
 def test_an_eagle_verification_is_penalised_and_counted(host):

@@ -159,6 +159,21 @@ def test_two_patches_of_one_function_are_refused(hosts):
         registry.apply([edit("free", ("x + 2", "x + 3"))])
 
 
+def test_a_hook_may_stand_around_an_edited_function_and_not_the_other_way(hosts):
+    host, user = hosts
+    hook = Patch("made_up_host.free", why="t", remove_when="t", hook=lambda call, x: 10 * call(x), kind="around")
+    registry.apply([edit("free", ("x + 1", "x + 2"))])
+    registry.apply([hook])
+    registry.apply([hook])
+    assert host.free(1) == user.free(1) == 30
+    assert registry.applied() == ["made_up_host.free"]
+    registry.refuse_foreign_hooks()
+    hook = Patch("made_up_host.other", why="t", remove_when="t", hook=lambda call, x: call(x) + 1, kind="around")
+    registry.apply([hook])
+    with pytest.raises(AdaptiveError, match=r"two patches of made_up_host\.other"):
+        registry.apply([edit("other", ("x * 2", "x * 3"))])
+
+
 def test_a_hook_goes_through_the_hosts_registry(hosts):
     from sglang.srt.plugins.hook_registry import HookRegistry
 

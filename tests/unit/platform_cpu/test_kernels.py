@@ -28,6 +28,28 @@ def test_slots_are_written_where_a_request_grows_and_nowhere_else():
     assert table.tolist() == [[0] * 6, [0, 0, 7, 8, 0, 0], [0] * 6]
 
 
+def murmur3(data: bytes) -> int:
+    """MurmurHash3, x86, 32 bits, seed 0; whole words only."""
+    h = 0
+    for start in range(0, len(data), 4):
+        k = int.from_bytes(data[start : start + 4], "little") * 0xCC9E2D51 % 2**32
+        h ^= (k << 15 | k >> 17) % 2**32 * 0x1B873593 % 2**32
+        h = ((h << 13 | h >> 19) % 2**32 * 5 + 0xE6546B64) % 2**32
+    h ^= len(data)
+    h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
+    h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
+    return h ^ h >> 16
+
+
+def test_noise_is_hashed_from_seed_position_and_column():
+    assert murmur3(b"test") == 0xBA6BD213  # as published
+    seeds, positions = [0, 42, -1, 2**63 - 1, -(2**63), 123456789012345], [0, 1, 77, 2**20, 5, 9]
+    found = kernels.murmur_hash32(torch.tensor(seeds).to(torch.uint64), torch.tensor(positions), torch.arange(40))
+    for row, seed, position in zip(found.tolist(), seeds, positions, strict=True):
+        words = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(4, "little")
+        assert row == [murmur3(words + column.to_bytes(4, "little")) for column in range(40)]
+
+
 def sample(target, draft, drafts, coins, final):
     rows, slots = target.shape[0], target.shape[1]
     index = torch.arange(rows * slots).view(rows, slots)

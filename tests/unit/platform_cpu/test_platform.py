@@ -41,6 +41,8 @@ def test_the_hosts_own_cpu_engine_has_precedence(monkeypatch):
 def arguments(**changes):
     record = {
         "cuda_graph_config": CudaGraphConfig(),
+        "attention_backend": None,
+        "enable_deterministic_inference": False,
         "dtype": "auto",
         "max_total_tokens": None,
         "max_running_requests": None,
@@ -75,6 +77,17 @@ def test_defaults(environment):
     assert args.lora_backend == "torch_native"
     assert args.cuda_graph_config.decode.backend == Backend.DISABLED
     assert args.cuda_graph_config.prefill.backend == Backend.DISABLED
+
+
+@pytest.mark.parametrize(
+    ("flag", "said", "found"),
+    [(True, None, platform_cpu.ATTENTION_BACKEND), (True, "triton", "triton"), (False, None, None)],
+)
+def test_seeds_are_honoured_with_the_attention_of_this_platform(environment, flag, said, found):
+    """Under the flag the host would choose a GPU's; without it the choice comes later."""
+    args = arguments(enable_deterministic_inference=flag, attention_backend=said)
+    defaults.apply(args)
+    assert args.attention_backend == found
 
 
 def test_what_the_user_says_stands(environment):
