@@ -144,5 +144,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if FOLDER or os.environ.get("ADAPTIVE_TEST_COSTS"):
+# A child that is a fork of a warm interpreter runs this file a second time.
+_there = any(type(finder).__qualname__ == _Finder.__qualname__ for finder in sys.meta_path)
+if not _there and (FOLDER or os.environ.get("ADAPTIVE_TEST_COSTS")):
     sys.meta_path.insert(0, _Finder())
