@@ -182,7 +182,9 @@ def _by_picture(rows: list[report.Row]) -> dict[str, list[report.Cell]]:
     pictures: dict[str, list[report.Cell]] = {}
     for cell in report.cells(rows):
         if cell.wrong == study.EXACT:
-            pictures.setdefault(f"{Path(cell.table).stem}-{Path(cell.traffic).stem}", []).append(cell)
+            path, _, heard = cell.traffic.partition("@")
+            name = "-".join(filter(None, [Path(cell.table).stem, Path(path).stem, heard]))
+            pictures.setdefault(name, []).append(cell)
     return pictures
 
 

@@ -1,7 +1,7 @@
 """A draft's confidence head and its distributions, put together.
 
 The head alone ranks greedy drafts with an AUC of 0.79 on traces of SmolLM2-135M, with the maximum and the entropy of
-the distributions 0.85, which in simulations is worth 3 to 5 % from 64 requests on
+the distributions 0.85, which in simulations is worth 1 to 5 % from 64 greedy requests on
 (benchmarks/results/head-and-distribution-2026-11-30.md).
 """
 

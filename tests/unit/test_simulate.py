@@ -145,6 +145,7 @@ def test_a_trace_is_replayed_with_what_its_drafts_distributions_say(tmp_path, ca
     names = [dict(zip(found["columns"], row, strict=True))["traffic"] for row in found["rows"]]
     assert sorted(set(names)) == ["smollm2.trace", "smollm2.trace@head+distribution"]
     head, both = (replay.from_file(name, 0) for name in traces.split(","))
+    assert len(list(tmp_path.glob("*.png"))) == 2
     # The same requests; and what is heard of them separates tokens whose draft passes from the others better.
     assert (head.run == both.run).all()
     passed = head.run > 0
