@@ -23,14 +23,14 @@ def noted(path: Path) -> list[dict]:
 def test_a_rank_that_drifts_decides_like_the_others(tiny_pair, tmp_path, log_dir, expected_ids):
     """Rank 1's confidences are turned around, tokens cost it nothing in its profile and by its clock."""
     target, draft = tiny_pair
-    environment = costs.environment(tmp_path, cost_correction="on", draft_features="on")
+    environment = costs.environment(tmp_path, cost_correction="on", calibration="on")
     environment["RANK_DRIFT_DIR"] = str(tmp_path)
     with Server(target, *speculative(draft), "--tp", "2", log_dir=log_dir, environment=environment) as server:
         for requests, times in ROUNDS:
             ids = server.greedy_ids(PROMPTS[:requests], times * TOKENS)
             assert [found[:TOKENS] for found in ids] == expected_ids[:requests]
         state = server.adaptive_state()
-    assert [rank["rank"] for rank in state["ranks"]] == [0, 1]
+    assert [rank["rank"] for rank in state["ranks"]] == [0, 1] and all(rank["active"] for rank in state["ranks"])
 
     steps = [noted(tmp_path / f"steps-{rank}.jsonl") for rank in (0, 1)]
     faults = Counter(fault["in_"] for fault in noted(tmp_path / "fault-1.jsonl"))

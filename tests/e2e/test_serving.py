@@ -86,17 +86,6 @@ def test_steps_without_a_draft_change_nothing_either(
     assert decisions["trimmed"] + decisions["verify_all"] > 3, "it never probed"
 
 
-def test_two_ranks_agree(tiny_pair, tmp_path, log_dir, expected_ids):
-    target, draft = tiny_pair
-    environment = costs.environment(tmp_path)
-    with Server(target, *speculative(draft), "--tp", "2", log_dir=log_dir, environment=environment) as server:
-        ids = server.greedy_ids(PROMPTS[:12], TOKENS)
-        state = server.adaptive_state()
-    assert ids == expected_ids[:12]
-    assert [rank["rank"] for rank in state["ranks"]] == [0, 1] and all(rank["active"] for rank in state["ranks"])
-    assert state["decisions"]["trimmed"] > 0
-
-
 def test_sampled_output_has_the_distribution_of_the_target(tiny_plain_server: Server, adaptive_server: Server):
     """Temperature 1: what follows one prompt, drawn many times with and without speculation, position by position."""
     prompt = language.random_prompts(1, seed=5, kinds=(language.HARD,))[0]
