@@ -125,14 +125,16 @@ def _fall_back_to_uniform(server_args: Any) -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
     from sglang_adaptive.guard import backends
+    from sglang_adaptive.options import Options
 
     cfg = resolving_view(server_args)
     model = model_config_of(server_args)
     graphs = cfg.device != "cpu" and cfg.cuda_graph_config.decode.backend != Backend.DISABLED
+    mla, triton_ragged = model.attention_arch == AttentionArch.MLA, Options.from_env(os.environ).triton_ragged
     enough = (backends.GRAPHS,) if graphs else (backends.GRAPHS, backends.EAGER)
     reason = backends.unable_target(model) or backends.unable_adapters(cfg)
     for name in attention_backends_of(cfg):
-        able = backends.capability(name, model.attention_arch == AttentionArch.MLA)
+        able = backends.capability(name, mla, triton_ragged)
         if able == backends.NONE:
             raise AdaptiveError(
                 f"The attention backend {name} cannot verify draft tokens, so {ALGORITHM} cannot serve with it: drop "
@@ -141,6 +143,8 @@ def _fall_back_to_uniform(server_args: Any) -> None:
         if able not in enough:
             under = " under CUDA graphs" if graphs else ""
             reason = f"attention backend {name} cannot verify a different number per request{under}"
+        elif name == "triton":
+            reason = reason or backends.unable_triton(cfg, model)
     if reason is not None:
         logger.warning("%s verifies every draft token: %s.", ALGORITHM, reason)
         _set_mode("static")
@@ -151,10 +155,13 @@ def worker_class(server_args: Any) -> type:
     """The worker of the family, and what it needs in the host (imports the runtime)."""
     from sglang.srt.arg_groups.model_override_base import resolved_view
 
-    from sglang_adaptive.patches import eagle, eagle_sampling, min_p, registry, sampling, seeds
+    from sglang_adaptive.options import Options
+    from sglang_adaptive.patches import eagle, eagle_sampling, min_p, registry, sampling, seeds, triton_ragged
 
     seeded = resolved_view(server_args).enable_deterministic_inference
     registry.apply([*min_p.PATCHES, *(seeds.PATCHES if seeded else ())])
+    if Options.from_env(os.environ).triton_ragged and os.environ.get(RAGGED_MODE) == "compact":
+        registry.apply(triton_ragged.PATCHES)
     if _family is not family.DSPARK:
         from sglang_adaptive.runtime.eagle import AdaptiveEagleWorker
 

@@ -43,6 +43,7 @@ class Options:
     min_verify_len: int = 1
     max_verify_len: int | None = None
     priority_weight: float = 0.0
+    triton_ragged: bool = False
     profile: str = "on"
     profile_seconds: float = 30.0
     cache_dir: Path = field(default_factory=_default_cache_dir)
@@ -152,6 +153,7 @@ RULES: dict[str, Rule] = {
     "min_verify_len": _length("fewest tokens that a request verifies in a step, the anchor included"),
     "max_verify_len": _length("most tokens that a request verifies in a step, the anchor included; unset: no limit"),
     "priority_weight": _number("how much a request's priority weighs when drafts are chosen; 0 ignores it", 0.0, 10.0),
+    "triton_ragged": _switch("verify ragged batches with attention backend triton, which no GPU has run yet"),
     "profile": _choice(
         "time the steps at start-up; refresh ignores the cache, off verifies all", "on", "off", "refresh"
     ),

@@ -29,12 +29,33 @@ CAPABILITY = {
 }
 
 
-def capability(backend: str, mla: bool) -> str:
+def capability(backend: str, mla: bool, triton_ragged: bool = False) -> str:
     """``GRAPHS``, ``EAGER``, ``UNIFORM`` or ``NONE``; a backend that is not listed is taken for ``UNIFORM``.
 
-    The host's name ``flashinfer`` means another backend for a model with latent attention (``mla``).
+    The host's name ``flashinfer`` means another backend for a model with latent attention (``mla``). With the option
+    ``triton_ragged`` the patches of ``patches/triton_ragged.py`` are in place; ``unable_triton`` says where they do not
+    help.
     """
+    if backend == "triton" and triton_ragged and not mla:
+        return GRAPHS
     return CAPABILITY.get("flashinfer_mla" if mla and backend == "flashinfer" else backend, UNIFORM)
+
+
+def unable_triton(cfg: Any, model_config: Any) -> str | None:
+    """Why attention backend triton, patched, needs one number of tokens for all requests; None where it does not.
+
+    A window is also presumed where only the model's class knows that it has none.
+    """
+    from sglang.srt.utils import is_hip
+
+    windowed = getattr(model_config.hf_text_config, "use_sliding_window", True) and model_config.sliding_window_size
+    if windowed or model_config.is_hybrid_swa or model_config.attention_chunk_size is not None:
+        return "attention backend triton verifies one number per request where there are sliding windows"
+    if cfg.enable_deterministic_inference:
+        return "attention backend triton verifies one number per request under --enable-deterministic-inference"
+    if cfg.dcp_size > 1 or is_hip():
+        return "attention backend triton verifies one number per request on AMD GPUs and in context-parallel decoding"
+    return None
 
 
 def unable_adapters(cfg: Any) -> str | None:

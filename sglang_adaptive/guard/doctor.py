@@ -188,7 +188,7 @@ def _attention() -> Iterator[Finding]:
         if mla and backend == ATTENTION_BACKEND:
             yield Finding("attention", f"{models} are not served by the CPU platform")
         else:
-            effect = backends.EFFECT[backends.capability(backend, mla)]
+            effect = backends.EFFECT[backends.capability(backend, mla, Options.from_env().triton_ragged)]
             yield Finding("attention", f"with the default backend {backend}, {models}: {effect}")
 
 

@@ -105,7 +105,10 @@ def _unable(model_runner: Any) -> str | None:
 def _table_bytes(model_runner: Any, graphs: Any) -> int:
     """What the tables of one more attention may take."""
     context = int(model_runner.req_to_token_pool.req_to_token.shape[1])
-    return _TABLES * 4 * int(graphs.max_bs) * -(-context // max(int(model_runner.page_size or 1), 1))
+    tables = _TABLES * 4 * int(graphs.max_bs) * -(-context // max(int(model_runner.page_size or 1), 1))
+    # Of triton: the whole context of every row, not of every request.
+    of_rows = getattr(model_runner.attn_backend, "cuda_graph_kv_indices", None)
+    return tables + (of_rows.nbytes if isinstance(of_rows, torch.Tensor) else 0)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ GOOD = [
     ("min_verify_len", "3", 3),
     ("max_verify_len", "4", 4),
     ("priority_weight", "2.5", 2.5),
+    ("triton_ragged", "on", True),
     ("profile", "refresh", "refresh"),
     ("profile_seconds", "1e1", 10.0),
     ("trace", "", None),
@@ -66,7 +67,7 @@ def test_paths_become_absolute(tmp_path, monkeypatch):
 BAD = [
     *[
         (name, text)
-        for name in ("policy", "calibration", "draft_features", "cost_correction", "skip_draft")
+        for name in ("policy", "calibration", "draft_features", "cost_correction", "skip_draft", "triton_ragged")
         for text in ("yes", "ON", "")
     ],
     *[("min_gain", text) for text in ("-0.01", "1.01", "nan", "inf", "2%", "")],
