@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import random
 import re
 import signal
 import socket
@@ -21,6 +23,8 @@ from sglang_adaptive.launch.client import Client
 TAIL_LINES = 40
 _REASON = re.compile(r"^(?:\[[^]]*\] )?((?:[\w.]*(?:Error|Exception|Interrupt|Exit)|error)\b.*)$", re.MULTILINE)
 STOP_SECONDS = 15.0
+_LEAST_PORT = 10_000
+_TAKEN = "error while attempting to bind on address"  # the host hangs after it has said so
 
 
 class ServerFailed(Exception):
@@ -28,10 +32,24 @@ class ServerFailed(Exception):
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of 127.0.0.1 that nobody listens on now, and that no connection will be given meanwhile.
+
+    A server listens half a minute after it was started. The system hands the ports of its ephemeral range to whoever
+    connects to something, so one of those may be taken by then: the port is drawn from below that range.
+    """
+    for port in random.SystemRandom().sample(range(_LEAST_PORT, _first_ephemeral_port()), 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(errno.EADDRINUSE, f"no free port of 127.0.0.1 was found below {_first_ephemeral_port()}")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 32768
+    return first if first >= 2 * _LEAST_PORT else 32768
 
 
 class ServerProcess:
@@ -76,8 +94,8 @@ class ServerProcess:
     def wait_ready(self, timeout_seconds: float = 600.0, beat: Callable[[float], None] | None = None) -> float:
         """Wait until it serves; returns the seconds that took.
 
-        ``beat`` is called with the seconds so far, twice a second. Raises ServerFailed as soon as the process ends, or
-        after ``timeout_seconds``.
+        ``beat`` is called with the seconds so far, twice a second. Raises ServerFailed as soon as the process ends or
+        finds its port taken, or after ``timeout_seconds``.
         """
         begin = time.monotonic()
         while True:
@@ -85,6 +103,8 @@ class ServerProcess:
             self.check_alive()
             if self.client.healthy():
                 return elapsed
+            if _TAKEN in self.log_text():
+                raise ServerFailed(f"another process has taken port {self.port}{self._evidence()}")
             if elapsed > timeout_seconds:
                 raise ServerFailed(f"the server was not ready after {timeout_seconds:.0f} s{self._evidence()}")
             if beat is not None:

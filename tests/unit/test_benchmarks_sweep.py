@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from sglang_adaptive.benchmarks import config, report, session, sweep
 from sglang_adaptive.benchmarks.compare import Results, best_single, standing
 from sglang_adaptive.benchmarks.plan import Cell, Clock, Rows, remaining, stages
 from sglang_adaptive.errors import AdaptiveError
+from sglang_adaptive.launch.process import free_port
 from tests import fake_server
 
 FAKE = [sys.executable, fake_server.__file__]
@@ -27,12 +27,6 @@ ARMS = [
     {"name": "k1", "role": "fixed", "args": ["--step-ms", "10", "--accept", "2"]},
     {"name": "ours", "role": "ours", "args": ["--step-ms", "10", "--accept", "4", "--adaptive"]},
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def written(folder: Path, arms: list[dict[str, Any]] = ARMS, **changes: Any) -> Path:

@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import textwrap
+import time
 
 import psutil
 import pytest
@@ -81,8 +82,21 @@ def test_the_server_is_offline_and_gets_its_environment(tmp_path):
     assert "MARK" not in os.environ
 
 
-def test_a_free_port_can_be_listened_on():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))
+def test_a_free_port_can_be_listened_on_and_is_not_one_that_connections_get():
+    ports = [free_port() for _ in range(20)]
+    assert len(set(ports)) > 15, "two servers that start together would often get the same"
+    with socket.socket() as listener, socket.socket() as connection:
+        listener.bind(("127.0.0.1", ports[0]))
         listener.listen()
-        assert listener.getsockname()[1] > 0
+        assert listener.getsockname()[1] == ports[0]
+        connection.connect(listener.getsockname())
+        assert max(ports) < connection.getsockname()[1]
+
+
+def test_a_port_that_is_taken_meanwhile_ends_the_wait(tmp_path):
+    line = "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
+    with stand_in(tmp_path, f"import time; print({line!r}, flush=True); time.sleep(60)") as server:
+        begin = time.monotonic()
+        with pytest.raises(ServerFailed, match=f"another process has taken port {server.port}"):
+            server.wait_ready(50)
+        assert time.monotonic() - begin < 40
