@@ -27,8 +27,9 @@ def compiled(
     """
     fast = torch.compile(function, dynamic=True)
     try:
-        for positional, named in examples:
-            fast(*positional, **named)
+        with torch.no_grad():  # as when serving: the mode is one of the things that a compilation is for
+            for positional, named in examples:
+                fast(*positional, **named)
     except Exception as error:
         logger.warning("sglang_adaptive: torch.compile failed (%s): the %s runs uncompiled.", error, what)
         return function
