@@ -189,7 +189,7 @@ def headless_without_temperature(steps: Steps, until: int) -> list[np.ndarray]:
 
 
 def head_and_distribution(steps: Steps, until: int) -> list[np.ndarray]:
-    """The estimator's features and the head's log-odds in one regression. The engine has no such thing."""
+    """The estimator's features and the head's log-odds in one regression, as the option ``draft_features`` serves."""
     prior = np.zeros(_seen(steps, 0, np.zeros(len(steps.raw[0])), steps.temperature).shape[2] + 1)
     prior[-1] = 1.0
     learner = LogisticFilter(steps.gamma, prior, np.full(prior.size, 8.0))

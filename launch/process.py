@@ -101,10 +101,11 @@ class ServerProcess:
         while True:
             elapsed = time.monotonic() - begin
             self.check_alive()
-            if self.client.healthy():
-                return elapsed
-            if _TAKEN in self.log_text():
+            healthy = self.client.healthy()
+            if _TAKEN in self.log_text():  # then it is the other one that answers
                 raise ServerFailed(f"another process has taken port {self.port}{self._evidence()}")
+            if healthy:
+                return elapsed
             if elapsed > timeout_seconds:
                 raise ServerFailed(f"the server was not ready after {timeout_seconds:.0f} s{self._evidence()}")
             if beat is not None:

@@ -20,6 +20,7 @@ if [ $# -gt 0 ] || [ -n "${PYTEST_ADDOPTS:-}" ] || [ "$(nproc 2>/dev/null || ech
 fi
 
 output=$(mktemp)
+export ADAPTIVE_TEST_THREADS=1
 set -m # each in a group of its own, so that it can be ended as a whole
 "$PYTHON" -m pytest --durations=12 "${half[@]}" >"$output" 2>&1 </dev/null &
 first=$!

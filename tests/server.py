@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,9 @@ class Server(_Process):
         ready_seconds: float = 600.0,
     ) -> None:
         log = log_dir / f"server-{next(_NUMBERS)}.log"
+        # Two halves of the tests share two cores (run.sh): a thread each is faster, and no waiting for the other one.
+        threads = os.environ.get("ADAPTIVE_TEST_THREADS")
+        environment = {**({"OMP_NUM_THREADS": threads} if threads else {}), **(environment or {})}
         super().__init__(["--model-path", str(model), *arguments], log, environment=environment)
         self._ready_seconds = ready_seconds
 

@@ -18,6 +18,8 @@ import socket
 import sys
 from typing import Any
 
+import torch
+
 _SPARES = 2  # a scheduler and a detokenizer
 _SEVERAL_RANKS = ("--tp", "--tp-size", "--tensor-parallel-size", "--dp", "--dp-size", "--data-parallel-size")
 _PARK = 512  # descriptors from here on are nobody's
@@ -88,6 +90,8 @@ def become_spawned(wanted: dict[str, Any]) -> None:
     sys.orig_argv[:] = arguments
     sys.argv[:] = ["-c", *arguments[place + 2 :]]
     begin_like_an_interpreter()
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP was loaded under the parent's
     exec(compile(arguments[place + 1], "<string>", "exec"), {"__name__": "__main__"})
 
 

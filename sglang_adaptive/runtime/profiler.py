@@ -112,6 +112,7 @@ def _key(worker: Any) -> dict[str, str]:
         "max_requests": runner.max_running_requests,
         "versions": [__version__, HOST_VERSION, torch.__version__],
     }
+    facts |= worker.profiled_facts
     if seeds.enabled():
         # The host then computes with other kernels.
         facts["deterministic"] = True

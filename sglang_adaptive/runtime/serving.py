@@ -31,6 +31,8 @@ class AdaptiveServing:
     planner: StepPlanner
     options: Options
     family: str
+    # What else the costs of this server's steps depend on.
+    profiled_facts: dict[str, Any] = {}  # noqa: RUF012
 
     def begin_process(self) -> None:
         """First of all: refuse what would change the meaning of our patches, and read the options."""
@@ -55,6 +57,12 @@ class AdaptiveServing:
 
     def begin_serving(self, estimate: Estimate | None = None) -> None:
         """Profile what the host has captured, and hand it to the planner."""
+        if self.options.draft_features and not (estimate is not None and estimate.head):
+            logger.warning(
+                "sglang_adaptive: draft_features changes nothing here: drafts without a confidence head are always "
+                "asked, and there is nothing to ask where all drafts are greedy (as under "
+                "--enable-deterministic-inference) or every draft is verified."
+            )
         self._cost = profile(self, self.options) if self.planner.ragged else CostModel.empty()
         self.planner.begin_serving(
             cost=self._cost,

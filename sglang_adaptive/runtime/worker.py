@@ -66,6 +66,7 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
             learn=self.options.calibration,
             head=True,
         )
+        self.profiled_facts = {"draft_features": True}
         heard = HeardDrafts(self._proposer, estimate, self.planner.hears_draft, self.planner.see_draft)
         if torch.device(self.device).type == "cuda":
             heard.compile(self.profiled_draft(requests, 1) for requests in (1, 2, 3))

@@ -35,7 +35,7 @@ def odd_server(
     tiny_pair: tuple[Path, Path], dear_costs: Path, adapters: dict[str, Path], tmp_path_factory, log_dir: Path
 ) -> Iterator[Server]:
     target, draft = tiny_pair
-    folder = features.borrow_costs(dear_costs, tmp_path_factory.mktemp("odd"), gamma=BLOCK)
+    folder = features.borrow_costs(dear_costs, tmp_path_factory.mktemp("odd"), gamma=BLOCK, draft_features=True)
     environment = costs.environment(folder, priority_weight="2", draft_features="on")
     environment |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
     arguments = (*speculative(draft), *FLAGS, *adapter_flags(adapters))
