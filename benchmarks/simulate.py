@@ -182,8 +182,9 @@ def _by_picture(rows: list[report.Row]) -> dict[str, list[report.Cell]]:
     pictures: dict[str, list[report.Cell]] = {}
     for cell in report.cells(rows):
         if cell.wrong == study.EXACT:
-            path, _, heard = cell.traffic.partition("@")
-            name = "-".join(filter(None, [Path(cell.table).stem, Path(path).stem, heard]))
+            path, _, heard = cell.traffic.rpartition("@")
+            kind = (Path(path).stem, heard) if heard in replay.HEARD else (Path(cell.traffic).stem,)
+            name = "-".join([Path(cell.table).stem, *kind])
             pictures.setdefault(name, []).append(cell)
     return pictures
 

@@ -18,9 +18,17 @@ _LEAST_TOKENS = 8
 HEARD = {"distribution": headless, "head+distribution": head_and_distribution}
 
 
+def split(name: str) -> tuple[str, str]:
+    """The path of ``PATH`` or ``PATH@HEARD``, and what is heard, or nothing."""
+    if "@" not in name or Path(name).exists():
+        return name, ""
+    path, _, heard = name.rpartition("@")
+    return path, heard
+
+
 def is_trace(name: str) -> bool:
     """Whether ``name`` is a file, with or without what is heard of it. Raises AdaptiveError for what is unknown."""
-    path, _, heard = name.partition("@")
+    path, heard = split(name)
     if not Path(path).exists() or (heard and heard not in HEARD):
         if heard:
             raise AdaptiveError(f"There is no trace {path!r}, or nothing {heard!r} in it; of {', '.join(HEARD)}.")
@@ -30,7 +38,7 @@ def is_trace(name: str) -> bool:
 
 def from_file(name: str, seed: int) -> Pool:
     """The requests of the trace ``PATH`` or ``PATH@HEARD``."""
-    path, _, heard = name.partition("@")
+    path, heard = split(name)
     trace = read_trace(path)
     return from_trace(trace, seed, heard=_heard(path, heard) if heard else None)
 

@@ -151,6 +151,10 @@ def test_a_trace_is_replayed_with_what_its_drafts_distributions_say(tmp_path, ca
     passed = head.run > 0
     apart = [float(each[passed, 0].mean() - each[~passed, 0].mean()) for each in (head.confidence, both.confidence)]
     assert apart[1] > apart[0] + 0.02
+    odd = tmp_path / "user@host.trace"
+    odd.write_bytes(TRACE.read_bytes())
+    assert replay.split(str(odd)) == (str(odd), "")
+    assert replay.split(f"{odd}@distribution") == (str(odd), "distribution")
     for bad in (f"{TRACE}@nothing", "nowhere@distribution"):
         with pytest.raises(AdaptiveError, match="There is no trace"):
             simulate.main(["--traffic", bad])
