@@ -92,7 +92,7 @@ class WarmPython:
     def __init__(self) -> None:
         command = [sys.executable, __file__]
         # OpenMP reads its policy when it is loaded: what a server's platform asks for comes too late for a fork, and
-        # threads that spin at a barrier took two thirds of the time where two servers ran.
+        # threads that spin at a barrier starve the other servers.
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         self._process = subprocess.Popen(
             command,

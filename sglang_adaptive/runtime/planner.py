@@ -109,7 +109,7 @@ class StepPlanner:
             max_requests=max_requests,
             device=self.device,
             lag=SYNC_LAG if get_schedule().disable_overlap_schedule else OVERLAP_LAG,
-            extra=self._extra_columns(options),
+            extra=trace_features.width(self.gamma) * self.traces(options) if estimate is None else estimate.columns,
             uncollected=EVERY,
         )
         if self.traces(options):
@@ -127,12 +127,6 @@ class StepPlanner:
             identity = torch.tensor([[0.0], [1.0]], device=self.device).repeat(1, self.gamma)
             self._calibration = identity
             self._allocate = compiled_allocation(max_requests, config, identity)
-
-    def _extra_columns(self, options: Options) -> int:
-        """What a step's record holds besides, of its draft distributions."""
-        if self.estimate is not None:
-            return self.estimate.columns
-        return trace_features.width(self.gamma) if self.traces(options) else 0
 
     def traces(self, options: Options) -> bool:
         """Whether this rank records a trace."""
