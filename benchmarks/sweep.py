@@ -77,8 +77,9 @@ class Run:
         servers: dict[str, Server] = {}
         try:
             usable = [arm for arm in stage.arms if self._prepared(arm, stage)]
-            # Ours measures step costs while it starts: by then the others must be up and idle.
-            for wave in ([arm for arm in usable if arm.role != "ours"], [arm for arm in usable if arm.role == "ours"]):
+            # Ours measures step costs while it starts: by then the others must be up and idle, another of ours too.
+            others = [arm for arm in usable if arm.role != "ours"]
+            for wave in (others, *([arm] for arm in usable if arm.role == "ours")):
                 for arm in wave:
                     servers[arm.name] = self._start(arm, arm.name, self.sweep.arms.index(arm))
                 for arm in wave:

@@ -1,7 +1,7 @@
 """Real servers for end-to-end tests.
 
 The first process of ``sglang.launch_server`` and its children are forks of the warm interpreter. Ranks that have to
-agree, other entry points and a few tests of this one (``fresh``) start as they always do.
+agree, other entry points, a few tests of this one (``fresh``) and all on a machine with a GPU start as they always do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from sglang_adaptive.launch.process import ServerProcess
 
 _NUMBERS = itertools.count()
 _MODULE = "sglang.launch_server"
+# CUDA does not survive a fork, and importing the host initialises it.
+_CUDA = any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def speculative(draft: Path, algorithm: str = ALGORITHM) -> list[str]:
@@ -36,7 +38,7 @@ class _Process(ServerProcess):
     fresh = False
 
     def start(self) -> None:
-        if self.fresh or self._command[1:3] != ["-m", _MODULE]:
+        if self.fresh or _CUDA or self._command[1:3] != ["-m", _MODULE]:
             super().start()
             return
         self.log.parent.mkdir(parents=True, exist_ok=True)
