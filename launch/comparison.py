@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 TIE_NATS = {"float32": 1e-3}
+DECISIONS = {
+    "verify_all": "verified every draft",
+    "trimmed": "verified only the drafts worth their cost",
+    "not_drafted": "did not draft",
+}
 HALF_PRECISION_TIE_NATS = 0.25  # two steps of a bfloat16 logit between 16 and 32
 
 
@@ -87,25 +92,59 @@ def since(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 def table(plain: Answers, adaptive: Answers, counters: dict[str, Any]) -> str:
     """The comparison for people. ``counters`` are those of the worker, of the measured answers only."""
     steps, rows = counters["steps"], counters["requests"]
-    positions = zip(counters["accepted_per_position"], counters["verified_per_position"], strict=True)
-    accepted = " ".join(f"{hit / seen:.2f}" if seen else "  - " for hit, seen in positions)
-    decisions = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counters["decisions"].items() if count)
-    lines = [
-        ("", "no speculation", "DSPARK_ADAPTIVE"),
-        ("tokens", str(plain.tokens), str(adaptive.tokens)),
-        ("seconds", f"{plain.seconds:.2f}", f"{adaptive.seconds:.2f}"),
-        ("tokens/s, all requests together", f"{plain.tokens_per_second:.1f}", f"{adaptive.tokens_per_second:.1f}"),
-        ("accepted length, tokens", "1.00", f"{counters['committed_tokens'] / max(rows, 1):.2f}"),
-        ("draft tokens verified a step (budget)", "0.0", f"{(counters['verify_tokens'] - rows) / max(steps, 1):.1f}"),
-        ("verify tokens a step", "-", f"{counters['verify_tokens'] / max(steps, 1):.1f}"),
-        ("requests a step", "-", f"{rows / max(steps, 1):.1f}"),
-    ]
-    text = [f"{name:<40}{left:>16}{right:>18}" for name, left, right in lines]
+    drafts = len(counters["verified_per_position"])
     ratio = adaptive.tokens_per_second / plain.tokens_per_second
-    text.append(f"{'speed against no speculation':<40}{'':>16}{ratio:>17.2f}x")
-    text.append(f"accepted of those verified, draft 1, 2, ...: {accepted}")
-    text.append(f"steps: {decisions or steps}")
+    lines = [
+        ("", "no speculation", "DSPARK_ADAPTIVE", ""),
+        ("tokens in all answers", str(plain.tokens), str(adaptive.tokens), ""),
+        ("seconds until the last answer", f"{plain.seconds:.2f}", f"{adaptive.seconds:.2f}", ""),
+        (
+            "tokens/s, all requests together",
+            f"{plain.tokens_per_second:.1f}",
+            f"{adaptive.tokens_per_second:.1f}",
+            f"{ratio:.2f} times the speed of no speculation",
+        ),
+        ("decode steps", "-", str(steps), f"{rows / max(steps, 1):.1f} requests in a step on average"),
+        (
+            "tokens verified per request and step",
+            "1.00",
+            f"{counters['verify_tokens'] / max(rows, 1):.2f}",
+            f"of {drafts + 1}: {drafts} drafts and the token before them",
+        ),
+        (
+            "tokens out per request and step",
+            "1.00",
+            f"{counters['committed_tokens'] / max(rows, 1):.2f}",
+            "the accepted length",
+        ),
+    ]
+    text = [f"{name:<38}{left:>16}{right:>18}   {note}".rstrip() for name, left, right, note in lines]
+    text.append(f"drafts accepted of those verified, by position: {_by_position(counters)}")
+    known = [f"{count} {DECISIONS.get(name, name)}" for name, count in counters["decisions"].items() if count]
+    text.append(f"of the steps: {', '.join(known) or 'nothing known'}")
     return "\n".join(text)
+
+
+def _by_position(counters: dict[str, Any]) -> str:
+    pairs = zip(counters["accepted_per_position"], counters["verified_per_position"], strict=True)
+    shares = [f"{hit / seen:.0%}" if seen else "-" for hit, seen in pairs]
+    return "  ".join(f"{number}: {share}" for number, share in enumerate(shares, 1))
+
+
+def explanation(server_info: dict[str, Any]) -> str:
+    """How to read ``table``, for somebody who sees it for the first time."""
+    text = (
+        "How to read it: in a step the draft model proposes tokens for every request, and one forward of the served "
+        "model verifies those that the plugin found worth it, beside the token that the step before produced. The "
+        "tokens that pass, and one of the model's own, come out. Without speculation it is one token per request and "
+        "step; with it there are fewer steps, but each costs more."
+    )
+    if server_info.get("device") == "cpu":
+        text += (
+            " This ran on a CPU, which shows that it works and what it decides. Its speed says nothing about a GPU: "
+            "what was measured on one is in benchmarks/results."
+        )
+    return textwrap.fill(text, 110)
 
 
 def dialogue(questions: Sequence[str], texts: Sequence[str]) -> str:

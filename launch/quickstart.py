@@ -7,6 +7,7 @@ Usage: ``bash launch/quickstart.sh`` installs what is needed first. With an envi
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 import time
@@ -33,38 +34,56 @@ QUESTIONS = (
     "Give me a recipe for pancakes.",
 )
 ACTIVE_SECONDS = 60.0
+# What a server's log says, in the order of a start, and what it does from then on.
+STAGES = (
+    ("", "importing SGLang"),
+    ("server_args=", "reading the model's files"),
+    ("Using default HuggingFace chat template", "starting the process that runs the model"),
+    ("Load weight begin", "loading weights"),
+    ("Memory pool end", "preparing the first step"),
+    ("CUDA graph begin", "capturing CUDA graphs"),
+    ("sglang_adaptive: profiling step costs", "measuring what steps cost on this machine"),
+    ("Uvicorn running", "answering a first request of its own"),
+)
 
 
 class Failed(Exception):
     """The quickstart did not show what it should; the message says what."""
 
 
+def stage(log: str) -> str:
+    """What a server that is starting does now, by what its log said last."""
+    return max(STAGES, key=lambda each: log.rfind(each[0]) if each[0] else -0.5)[1]
+
+
+def log_file(name: str, options: argparse.Namespace) -> Path:
+    return options.cache_dir / "logs" / f"quickstart-{name.replace(' ', '-')}.log"
+
+
 @contextmanager
 def serving(name: str, arguments: list[str], options: argparse.Namespace) -> Iterator[ServerProcess]:
     """A ready server; its output goes to a file in the cache folder."""
-    log = options.cache_dir / "logs" / f"quickstart-{name.replace(' ', '-')}.log"
-    say(f"Starting the server {name}; its output goes to {log}")
+    log = log_file(name, options)
+    say(f"Starting the server {name}; its log: {log}")
     beats = [BEAT_SECONDS]
 
     def beat(elapsed: float) -> None:
         if elapsed >= beats[-1]:
             beats.append(beats[-1] + BEAT_SECONDS)
-            steps = [line for line in server.log_text().splitlines() if line.startswith("[")]
-            step = steps[-1].partition("] ")[2][:90] if steps else "importing SGLang"
-            say(f"Starting the server {name} ... {elapsed:.0f} s: {step}")
+            say(f"  {elapsed:.0f} s: {stage(server.log_text())}")
 
     with ServerProcess(["--model-path", str(options.target), *arguments], log, python=options.python) as server:
         seconds = server.wait_ready(options.start_seconds, beat)
-        say(f"The server {name} is ready after {seconds:.0f} s.")
+        say(f"  ready after {seconds:.0f} s")
         try:
             yield server
         finally:
-            say(f"Stopping the server {name}.")
+            say(f"Stopping the server {name}")
 
 
 def ask(client: Client, options: argparse.Namespace, what: str, **extra: Any) -> tuple[list, comparison.Answers]:
     """Ask all questions at once: the replies and what they come to."""
-    with busy(f"{what}: {len(options.questions)} questions at once, up to {options.max_tokens} tokens each"):
+    with busy(f"  {what}"):
         begin = time.monotonic()
         replies = client.chat(options.questions, options.max_tokens, temperature=0.0, **extra)
         return replies, comparison.answers_of(replies, time.monotonic() - begin)
@@ -80,7 +99,7 @@ def wait_active(client: Client) -> None:
         wanted = info["tp_size"] * len(states)
         if states and len(ranks) >= wanted and all(rank["active"] for rank in ranks):
             where = ", ".join(f"rank {rank['rank']} in process {rank['pid']}" for rank in ranks)
-            say(f"{ALGORITHM} is active on every rank: {where}")
+            say(f"  {ALGORITHM} is active on every tensor-parallel rank: {where}")
             return
         if time.monotonic() > deadline:
             raise Failed(f"only {len(ranks)} of {wanted} ranks have recorded that {ALGORITHM} is active: {states}")
@@ -89,27 +108,37 @@ def wait_active(client: Client) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Everything, in order. Raises Failed when a check does not hold."""
-    with serving("without speculation", [], options) as server:
-        reference, _ = ask(server.client, options, "Warm-up and reference", logprobs=True, top_logprobs=5)
-        _, plain = ask(server.client, options, "Measuring without speculation")
-        dtype = server.client.server_info()["dtype"]
-
+    plain_name, adaptive_name = "without speculation", f"with {ALGORITHM}"
     speculative = ["--speculative-algorithm", ALGORITHM, "--speculative-draft-model-path", str(options.draft)]
-    with serving(f"with {ALGORITHM}", speculative, options) as server:
+    say(f"Serving {options.target} twice: {plain_name}, then {adaptive_name} and the draft {options.draft}.")
+    say(f"Both get the same {len(options.questions)} questions, all at once and in two rounds; answers are greedy.")
+    with serving(plain_name, [], options) as server:
+        reference, _ = ask(
+            server.client, options, "round 1, warms up and gives the reference", logprobs=True, top_logprobs=5
+        )
+        _, plain = ask(server.client, options, "round 2, timed")
+        info = server.client.server_info()
+
+    with serving(adaptive_name, speculative, options) as server:
         wait_active(server.client)
-        _, warm = ask(server.client, options, "Warm-up")
+        _, warm = ask(server.client, options, "round 1, warms up")
         before = server.client.adaptive_states()
-        _, adaptive = ask(server.client, options, f"Measuring with {ALGORITHM}")
+        _, adaptive = ask(server.client, options, "round 2, timed")
         after = server.client.adaptive_states()
 
     counters = comparison.since(before[0], after[0])
-    print(f"\nAnswers with {ALGORITHM}:\n{comparison.dialogue(options.questions, adaptive.texts)}\n")
-    print(comparison.table(plain, adaptive, counters))
+    print(f"\nQuestions, and the answers {adaptive_name} (cut after {options.max_tokens} tokens):")
+    print(f"{comparison.dialogue(options.questions, adaptive.texts)}\n\nRound 2, timed:")
+    print(f"{comparison.table(plain, adaptive, counters)}\n\n{comparison.explanation(info)}\n")
     if not counters["steps"]:
         raise Failed(f"the worker of {ALGORITHM} has counted no decode step")
     if not all(text.strip() for text in adaptive.texts):
         raise Failed("an answer is empty")
+    dtype = info["dtype"]
     _compare_texts(reference, (warm, adaptive), comparison.TIE_NATS.get(dtype, comparison.HALF_PRECISION_TIE_NATS))
+    command = [options.python, "-m", "sglang.launch_server", "--model-path", str(options.target), *speculative]
+    print(f"\nThe servers' logs: {log_file(plain_name, options)}\n{'':19}{log_file(adaptive_name, options)}")
+    print(f"To serve it yourself:\n  {shlex.join(command)}")
 
 
 def _compare_texts(reference: list, runs: tuple[comparison.Answers, ...], tie_nats: float) -> None:
@@ -123,8 +152,11 @@ def _compare_texts(reference: list, runs: tuple[comparison.Answers, ...], tie_na
             if not verdict.same:
                 print(f"  answer {number}: {verdict.why}")
     same, ties = sum(verdict.same for verdict in verdicts), sum(verdict.tie for verdict in verdicts)
-    suffix = f", {ties} more but for a rounding tie" if ties else ""
-    print(f"greedy texts equal to those without speculation: {same} of {len(verdicts)}{suffix}")
+    suffix = f"; {ties} more part from them at a rounding tie" if ties else ""
+    print(
+        f"Answers with {ALGORITHM} that equal those without speculation, letter for letter: {same} of {len(verdicts)} "
+        f"({len(reference)} questions, {len(runs)} rounds){suffix}"
+    )
     if same + ties < len(verdicts):
         raise Failed("speculation changed a greedy text")
 

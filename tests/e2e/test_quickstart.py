@@ -20,10 +20,16 @@ def test_quickstart(tiny_pair, tmp_path):
     command += ["--target", str(target), "--draft", str(draft), "--max-tokens", "48", "--questions", str(questions)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
-    assert "DSPARK_ADAPTIVE is active on every rank: rank 0" in result.stderr
-    assert re.search(r"equal to those without speculation: 16 of 16$", result.stdout, re.MULTILINE), result.stdout
-    accepted = re.search(r"^accepted length, tokens +1\.00 +(\d+\.\d+)$", result.stdout, re.MULTILINE)
-    assert float(accepted[1]) > 1
+    assert "DSPARK_ADAPTIVE is active on every tensor-parallel rank: rank 0" in result.stderr
+    equal = r"equal those without speculation, letter for letter: 16 of 16 \(8 questions, 2 rounds\)$"
+    assert re.search(equal, result.stdout, re.MULTILINE), result.stdout
+    row = r"^tokens out per request and step +1\.00 +(\d+\.\d+) "
+    assert float(re.search(row, result.stdout, re.MULTILINE)[1]) > 1
+    assert all(question in result.stdout for question in questions.read_text().splitlines())
+    logs = [tmp_path / "logs" / name for name in (LOG, "quickstart-without-speculation.log")]
+    assert all(str(log) in result.stdout and str(log) in result.stderr and log.stat().st_size for log in logs)
+    assert "server_args" not in result.stderr and "INFO:" not in result.stderr, "lines of the server's log"
+    assert result.stdout.rstrip().endswith(f"--speculative-draft-model-path {draft}"), "the command to serve it"
     marker = ["--port", *re.findall(r"'port': (\d+)", (tmp_path / "logs" / LOG).read_text())[:1]]
     assert len(marker) == 2 and not [each for each in psutil.process_iter(["cmdline"]) if _has(each, marker)]
 

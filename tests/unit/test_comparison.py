@@ -81,11 +81,17 @@ def test_table_shows_what_was_measured():
         "accepted_per_position": [30, 10, 0, 0],
         "decisions": {"verify_all": 2, "trimmed": 18, "not_drafted": 0},
     }
-    rows = {line[:40].strip(): line[40:].split() for line in comparison.table(plain, adaptive, counters).splitlines()}
-    assert rows["tokens/s, all requests together"] == ["20.0", "40.0"]
-    assert rows["speed against no speculation"] == ["2.00x"]
-    assert rows["accepted length, tokens"] == ["1.00", "2.00"]
-    assert rows["draft tokens verified a step (budget)"] == ["0.0", "5.0"]
-    assert rows["verify tokens a step"] == ["-", "7.0"]
     text = comparison.table(plain, adaptive, counters)
-    assert "0.75 0.25 0.00   -" in text and "2 verify all, 18 trimmed" in text
+    rows = {line[:38].strip(): " ".join(line[38:].split()) for line in text.splitlines()}
+    assert rows["tokens in all answers"] == "80 80"
+    assert rows["tokens/s, all requests together"] == "20.0 40.0 2.00 times the speed of no speculation"
+    assert rows["decode steps"] == "- 20 2.0 requests in a step on average"
+    assert rows["tokens verified per request and step"].startswith("1.00 3.50 of 5: 4 drafts")
+    assert rows["tokens out per request and step"].startswith("1.00 2.00")
+    assert "by position: 1: 75%  2: 25%  3: 0%  4: -" in text
+    assert "of the steps: 2 verified every draft, 18 verified only the drafts worth their cost" in text
+
+
+def test_the_explanation_warns_of_speeds_on_a_cpu_only():
+    assert "says nothing about a GPU" in " ".join(comparison.explanation({"device": "cpu"}).split())
+    assert "GPU" not in comparison.explanation({"device": "cuda"})
