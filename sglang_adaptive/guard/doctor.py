@@ -173,6 +173,11 @@ def _platform() -> Iterator[Finding]:
 
 def _attention() -> Iterator[Finding]:
     """Asks the host's own rule for its default, for an ordinary model of either kind."""
+    try:
+        triton_ragged = Options.from_env().triton_ragged
+    except AdaptiveError:
+        # The finding on the options says why.
+        return
     from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
     from sglang.srt.server_args import ServerArgs
 
@@ -188,7 +193,7 @@ def _attention() -> Iterator[Finding]:
         if mla and backend == ATTENTION_BACKEND:
             yield Finding("attention", f"{models} are not served by the CPU platform")
         else:
-            effect = backends.EFFECT[backends.capability(backend, mla, Options.from_env().triton_ragged)]
+            effect = backends.EFFECT[backends.capability(backend, mla, triton_ragged)]
             yield Finding("attention", f"with the default backend {backend}, {models}: {effect}")
 
 

@@ -17,6 +17,9 @@ from sglang_adaptive.errors import AdaptiveError
 from sglang_adaptive.guard import backends, doctor, fingerprints, host
 from sglang_adaptive.guard.doctor import Finding
 
+# ``healthy`` replaces it.
+ATTENTION = doctor._attention
+
 
 def install(monkeypatch, release: str) -> None:
     """Pretend that this release of the host is installed. Other packages keep their version: one that is imported for
@@ -75,6 +78,17 @@ def test_drift(healthy, capsys):
 def test_a_wrong_option(healthy, capsys):
     healthy.setenv("SGLANG_ADAPTIVE_MIN_GAIN", "2")
     assert "must be a number from 0 to 1" in failed(report(capsys))["options"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("MIN_GAIN", "2"), ("MINGAIN", "0.1"), ("TRITON_RAGGED", "yes")])
+def test_a_wrong_option_is_named_once(healthy, capsys, name, value):
+    healthy.setattr(doctor, "_attention", ATTENTION)
+    assert any(item["name"] == "attention" for item in report(capsys)["findings"])
+    healthy.setenv(f"SGLANG_ADAPTIVE_{name}", value)
+    result = report(capsys)
+    assert [item["name"] for item in result["findings"] if f"SGLANG_ADAPTIVE_{name}" in item["text"]] == ["options"]
+    assert list(failed(result)) == ["options"]
+    assert result["verdict"] == "DSPARK_ADAPTIVE would not run here: see options."
 
 
 def test_a_cache_folder_that_cannot_be_made(healthy, capsys):
