@@ -85,9 +85,10 @@ def _over_time(s: Summary) -> Chart:
     return Chart(
         "budget-time",
         "Verification budget over time, and the load beside it",
-        "Each request gets K + 1 tokens proposed in a step (dashed). The blue line is how many of them were verified, "
-        "the green one how many came out. When the load below rises and blue falls towards green, it works: less is "
-        "verified in vain (the grey area). Blue at 1 means that those steps did not draft.",
+        "In a step a request can have K + 1 tokens verified: K drafts and the token before them, the anchor (dashed). "
+        "The blue line is how many of them were verified, the green one how many came out. When the load below rises "
+        "and blue falls towards green, it works: less is verified in vain (the grey area). Blue at 1 means that those "
+        "steps did not draft.",
         lengths.svg() + load.svg(),
         wide=True,
     )
@@ -191,7 +192,8 @@ def _decisions(s: Summary) -> Chart:
         "Decisions and their reasons, by load",
         "Blue: every draft was verified. Green: the batch was trimmed to the drafts that are worth their cost. Orange: "
         "no draft at all. The usual picture is blue on the left, green in the middle and, where drafting does not pay "
-        "at high load, orange on the right. Probes and looks should be slivers.",
+        "at high load, orange on the right. Probes, looks and explorations try what is not in use, to see whether it "
+        "has become the faster: they should be slivers.",
         plot.svg(),
     )
 

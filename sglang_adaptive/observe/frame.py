@@ -34,7 +34,9 @@ def frame(url: str, now: Snapshot, change: Sums | None, trouble: str | None = No
     gamma = len(total.verified)
     first = now.states[0]
     ranks = sum(len(state.get("ranks", [0])) for state in now.states)
-    facts = [ALGORITHM, first.get("family"), f"K = {gamma}", f"{ranks} rank(s)", first.get("version"), url]
+    plugin = " ".join(filter(None, (ALGORITHM, first.get("version"))))
+    draft = f"{first.get('family') or ''} K = {gamma} drafts".strip()
+    facts = [plugin, draft, "1 rank" if ranks == 1 else f"{ranks} ranks", url]
     title = Text.assemble((now.model, "bold"), "   ", "   ".join(str(fact) for fact in facts if fact))
     parts: list[RenderableType] = [title]
     if trouble:
@@ -44,8 +46,9 @@ def frame(url: str, now: Snapshot, change: Sums | None, trouble: str | None = No
     if not total["steps"]:
         parts.append(Text("No decode step yet: send it a request."))
         return Panel(Group(*parts), box=box.ROUNDED)
-    for table in (_rates(now, change, total), _decisions(change, total), _positions(now, total), _loads(total)):
-        parts += [Text(""), table]
+    parts += [Text(""), _rates(now, change, total), Text(""), _decisions(change, total)]
+    parts += [Text(""), Text("Since start, by position of the draft:", style="dim"), _positions(now, total)]
+    parts += [Text(""), Text("Since start, by load, the requests in a step:", style="dim"), _loads(total)]
     fallbacks = [f"{count:.0f} x {_FALLBACKS.get(name, name)}" for name, count in total.fallbacks.items() if count]
     if fallbacks:
         parts.append(Text("fallbacks, steps: " + "; ".join(fallbacks), style="yellow"))
@@ -70,20 +73,20 @@ def _rates(now: Snapshot, change: Sums | None, total: Sums) -> Table:
         table.add_row(name, _number(recent, pattern), _number(of(total), pattern), Text(note, style="dim"))
 
     tokens = None if change is None or not seconds else change["committed_tokens"] / seconds
-    table.add_row("output", _number(tokens, "{:.0f} tok/s"), "", Text("of all requests, wall clock", style="dim"))
+    table.add_row("output", _number(tokens, "{:.0f} tok/s"), "", Text("of all requests", style="dim"))
     row("speed of one request", lambda s: ratio(1e3 * s["timed_tokens"], s["request_ms"]), "{:.1f} tok/s")
     row("load", lambda s: ratio(s["requests"], s["steps"]), "{:.1f}", "requests in a step")
     row("budget", lambda s: ratio(s["verify_tokens"] - s["requests"], s["steps"]), "{:.1f}", "drafts verified a step")
-    row("verified", lambda s: ratio(s["verify_tokens"], s["requests"]), "{:.2f}", "tokens a request and step")
-    row("accepted", lambda s: ratio(s["committed_tokens"], s["requests"]), "{:.2f}", "tokens a request and step")
+    most = f"of {len(total.verified) + 1} a request and step"
+    row("verified", lambda s: ratio(s["verify_tokens"], s["requests"]), "{:.2f}", most)
+    row("accepted", lambda s: ratio(s["committed_tokens"], s["requests"]), "{:.2f}", "tokens out; at least 1")
     row("wasted", lambda s: ratio(100 * s["wasted_tokens"], float(s.verified.sum())), "{:.0f} %", "of verified drafts")
     row("step, measured", lambda s: ratio(s.measured_ms, s.timed_steps), "{:.2f} ms")
     row("step, predicted", lambda s: ratio(s.predicted_ms, s.timed_steps), "{:.2f} ms")
     row("prediction off by", lambda s: ratio(100 * s.error_ms, s.measured_ms), "{:.0f} %", "mean absolute")
     used, raw = (view.calibration(now.states, name) for name in ("error", "raw_error"))
-    table.add_row(
-        "calibration error", _number(used, "{:.3f}"), "", Text(f"draft's own: {_number(raw, '{:.3f}')}", style="dim")
-    )
+    own = f"draft's own: {_number(raw, '{:.3f}')}"
+    table.add_row("calibration error", _number(used, "{:.3f}"), "", Text(own, style="dim"))
     return table
 
 
@@ -101,7 +104,7 @@ def _decisions(change: Sums | None, total: Sums) -> Table:
 def _positions(now: Snapshot, total: Sums) -> Table:
     gamma = len(total.verified)
     shown = range(min(gamma, 12))
-    table = _table("position of the draft", *(str(position + 1) for position in shown))
+    table = _table("draft", *(str(position + 1) for position in shown))
     proposed = total.drafted / gamma if gamma else 0.0
     verified = [_number(ratio(total.verified[j], proposed), "{:.0%}") for j in shown]
     accepted = [_number(ratio(total.accepted[j], total.verified[j]), "{:.0%}") for j in shown]
@@ -112,7 +115,7 @@ def _positions(now: Snapshot, total: Sums) -> Table:
 
 
 def _loads(total: Sums) -> Table:
-    table = _table("load, requests", "steps", "verified", "accepted", "step ms", "tok/s", "tok/s a request")
+    table = _table("requests", "steps", "verified", "accepted", "step ms", "tok/s", "tok/s each")
     load = total.load
     for index in np.flatnonzero(load["steps"]):
         low, high = 1 << index, (2 << index) - 1

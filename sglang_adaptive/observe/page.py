@@ -39,7 +39,7 @@ def _style() -> str:
 
 def _about(s: Summary, name: str) -> str:
     known = [f"{key} {value}"[:_LONGEST] for key, value in list(s.meta.items())[:12] if value != "None"]
-    return " · ".join([name, f"K = {s.gamma}", *known])
+    return " · ".join([name, f"K = {s.gamma} drafts a request and step", *known])
 
 
 def _notices(s: Summary) -> list[str]:

@@ -62,8 +62,8 @@ def info(*counts: int, **more: Any) -> str:
     return json.dumps({"model_path": "/models/tiny", "internal_states": states, **more})
 
 
-def shown(renderable: Any) -> str:
-    console = Console(file=io.StringIO(), width=110)
+def shown(renderable: Any, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(renderable)
     return console.file.getvalue()
 
@@ -124,6 +124,12 @@ def test_a_server_that_has_hardly_done_anything_has_a_frame(steps):
     now = Snapshot(1.0, "m", [observed(some_records(steps)).as_dict()])
     text = shown(frame("http://x", now, Sums.of(now).since(Sums.of(now))))
     assert ("No decode step yet" in text) == (steps == 0)
+
+
+def test_nothing_is_cut_in_a_terminal_of_80_columns():
+    old, new = (Snapshot(at, "m", [observed(some_records(n)).as_dict()]) for at, n in ((0.0, 80), (2.0, 200)))
+    text = shown(frame("http://127.0.0.1:30000", new, Sums.of(new).since(Sums.of(old))), width=80)
+    assert "…" not in text, text
 
 
 def test_what_is_not_as_it_should_be_is_said():
