@@ -10,6 +10,9 @@ from sglang_adaptive.platform_cpu import ATTENTION_BACKEND, LORA_BACKEND
 
 MAX_TOTAL_TOKENS = 65536
 MAX_RUNNING_REQUESTS = 64
+# The host's backends that run in torch; intel_amx becomes torch_native where the cores lack AMX. They know plain
+# prefill and decoding only.
+_HOSTS_BACKENDS = ("torch_native", "flex_attention", "intel_amx")
 
 
 def cores_per_rank(ranks: int) -> list[list[int]]:
@@ -35,10 +38,33 @@ def export_environment(ranks: int) -> None:
         os.environ.setdefault(name, value)
 
 
+def check_attention(server_args: Any) -> None:
+    """Refuse attention backends that would fail once the weights are loaded. Raises AdaptiveError."""
+    speculative = server_args.speculative_algorithm is not None
+    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        name = getattr(server_args, field)
+        if name in (None, ATTENTION_BACKEND) or (name in _HOSTS_BACKENDS and not speculative):
+            continue
+        unable = "cannot verify draft tokens" if name in _HOSTS_BACKENDS else "does not run"
+        raise AdaptiveError(f"The attention backend {name} {unable} on the CPU platform: drop {_flag(field)}.")
+    name = server_args.speculative_draft_attention_backend
+    if speculative and name not in (None, ATTENTION_BACKEND):
+        flag = _flag("speculative_draft_attention_backend")
+        raise AdaptiveError(f"The attention backend {name} does not run a draft on the CPU platform: drop {flag}.")
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
 def apply(server_args: Any) -> None:
-    """Fill in the defaults; assignments are recorded by the host as this platform's declarations."""
+    """Fill in the defaults; assignments are recorded by the host as this platform's declarations.
+
+    Raises AdaptiveError for what the platform cannot serve.
+    """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
+    check_attention(server_args)
     graphs = server_args.cuda_graph_config
     for phase in Phase.ALL:
         graphs = with_phase(graphs, phase, backend=Backend.DISABLED)

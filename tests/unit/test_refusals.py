@@ -17,7 +17,7 @@ OPTIONS = {
     "data-parallel attention": {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2},
     "disaggregated decode": {"disaggregation_mode": "decode"},
     "disaggregated prefill": {"disaggregation_mode": "prefill"},
-    "sampling on a trainer's policy": {"rl_on_policy_target": "fsdp", "attention_backend": "triton"},
+    "sampling on a trainer's policy": {"rl_on_policy_target": "fsdp"},
     "SGLang's own adaptive steps": {"speculative_adaptive": True},
     "an offline cost table": {"speculative_dspark_sps_table_path": "/nowhere"},
     "unpadded CUDA graphs": {"disable_cuda_graph_padding": True},

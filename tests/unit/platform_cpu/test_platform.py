@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
 
 from sglang_adaptive import platform_cpu
@@ -42,6 +43,9 @@ def arguments(**changes):
     record = {
         "cuda_graph_config": CudaGraphConfig(),
         "attention_backend": None,
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "speculative_algorithm": None,
         "enable_deterministic_inference": False,
         "dtype": "auto",
         "max_total_tokens": None,
@@ -81,7 +85,7 @@ def test_defaults(environment):
 
 @pytest.mark.parametrize(
     ("flag", "said", "found"),
-    [(True, None, platform_cpu.ATTENTION_BACKEND), (True, "triton", "triton"), (False, None, None)],
+    [(True, None, platform_cpu.ATTENTION_BACKEND), (True, "torch_native", "torch_native"), (False, None, None)],
 )
 def test_seeds_are_honoured_with_the_attention_of_this_platform(environment, flag, said, found):
     """Under the flag the host would choose a GPU's; without it the choice comes later."""
@@ -96,12 +100,41 @@ def test_what_the_user_says_stands(environment):
         "dtype": "bfloat16",
         "max_total_tokens": 100,
         "max_running_requests": 3,
-        "speculative_draft_attention_backend": "torch_native",
+        "decode_attention_backend": "torch_native",
     }
     args = arguments(**said)
     defaults.apply(args)
     assert {name: getattr(args, name) for name in said} == said
     assert environment["OMP_NUM_THREADS"] == "3"
+
+
+ATTENTION_FLAGS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+
+@pytest.mark.parametrize("field", ATTENTION_FLAGS)
+@pytest.mark.parametrize("algorithm", [None, "DSPARK"])
+def test_attention_that_needs_a_gpu_is_refused(environment, field, algorithm):
+    choices = {*ATTENTION_BACKEND_CHOICES} - {"torch_native", "flex_attention", "intel_amx", "adaptive_cpu"}
+    assert {"triton", "fa3", "flashinfer"} <= choices
+    for name in choices:
+        with pytest.raises(AdaptiveError, match=f"{name} does not run .*: drop --{field.replace('_', '-')}\\.$"):
+            defaults.apply(arguments(**{field: name, "speculative_algorithm": algorithm}))
+
+
+@pytest.mark.parametrize("field", ATTENTION_FLAGS)
+@pytest.mark.parametrize("name", ["torch_native", "flex_attention", "intel_amx"])
+def test_attention_of_the_host_in_torch_serves_but_does_not_verify(environment, field, name):
+    defaults.apply(arguments(**{field: name}))
+    with pytest.raises(AdaptiveError, match=f"{name} cannot verify draft tokens"):
+        defaults.apply(arguments(**{field: name, "speculative_algorithm": "DSPARK_ADAPTIVE"}))
+    defaults.apply(arguments(**{field: platform_cpu.ATTENTION_BACKEND, "speculative_algorithm": "DSPARK_ADAPTIVE"}))
+
+
+def test_a_draft_runs_with_the_attention_of_this_platform_only(environment):
+    """Without a draft the flag says nothing."""
+    defaults.apply(arguments(speculative_draft_attention_backend="triton"))
+    with pytest.raises(AdaptiveError, match="drop --speculative-draft-attention-backend"):
+        defaults.apply(arguments(speculative_draft_attention_backend="triton", speculative_algorithm="EAGLE"))
 
 
 def test_adapters_with_kernels_of_gpus_are_refused(environment):
