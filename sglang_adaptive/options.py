@@ -158,7 +158,7 @@ RULES: dict[str, Rule] = {
         "time the steps at start-up; refresh ignores the cache, off verifies all", "on", "off", "refresh"
     ),
     "profile_seconds": _number("seconds that the profile may take", 0.5, 600.0),
-    "cache_dir": _folder("where profiles and calibrations are kept"),
+    "cache_dir": _folder("where profiles of step costs are kept"),
     "trace": _file("file that records every decision; empty records nothing"),
     "log_decisions": _choice("log nothing, a line now and then, or a line per step", "off", "summary", "every"),
 }
