@@ -10,7 +10,7 @@ import numpy as np
 from sglang_adaptive.observe.reliability import Curve
 from sglang_adaptive.observe.summary import Summary
 from sglang_adaptive.observe.svg import Axis, Plot, span
-from sglang_adaptive.policy import budget, engine, saturation, steady
+from sglang_adaptive.policy import budget, explore, mode_choice, saturation, steady
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW = (
@@ -28,13 +28,13 @@ REASONS = {
     budget.NO_TABLE: ("verify all: no cost table, or a flat one", RED),
     budget.TRIMMED: ("trimmed", GREEN),
     saturation.SATURATED: ("no draft: costs more than it gains", ORANGE),
-    engine.LOOK: ("no draft: a look", YELLOW),
+    mode_choice.LOOK: ("no draft: a look", YELLOW),
     steady.WHOLE_IS_FASTER: ("verify all: faster than the best trim", "#2f7fb5"),
-    engine.LOOK_WHOLE: ("verify all: a look", "#a6cfe8"),
-    engine.LOOK_TRIMMED: ("trimmed: a look", "#9bd8b4"),
+    mode_choice.LOOK_WHOLE: ("verify all: a look", "#a6cfe8"),
+    mode_choice.LOOK_TRIMMED: ("trimmed: a look", "#9bd8b4"),
     saturation.PROBE: ("probe: does drafting pay again?", PINK),
-    engine.EXPLORE: ("explore: verify all", "#7b5ea7"),
-    engine.EXPLORE_TIER: ("explore: another tier", "#b79fd8"),
+    explore.EXPLORE: ("explore: verify all", "#7b5ea7"),
+    explore.EXPLORE_TIER: ("explore: another tier", "#b79fd8"),
 }
 
 

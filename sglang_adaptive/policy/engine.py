@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_adaptive.policy import modes
 from sglang_adaptive.policy.budget import (
     ALL_WORTH,
     LOW_LOAD,
@@ -23,29 +21,22 @@ from sglang_adaptive.policy.calibration import Calibration
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.correction import CostCorrection, corrected
 from sglang_adaptive.policy.cost import CostModel
-from sglang_adaptive.policy.explore import TierExplorer
-from sglang_adaptive.policy.modes import PLAIN, TRIMMED, WHOLE, Look, ModeTimes, mode_of
+from sglang_adaptive.policy.explore import Explorer
+from sglang_adaptive.policy.mode_choice import ModeChoice
+from sglang_adaptive.policy.modes import SIZE as MODE_TIMES
 from sglang_adaptive.policy.profile import SurvivalProfile
 from sglang_adaptive.policy.rate import BUCKETS, RunningRate
 from sglang_adaptive.policy.saturation import SaturationGate
-from sglang_adaptive.policy.steady import WHOLE_IS_FASTER
 from sglang_adaptive.policy.survival import bounds, count_invalid, survival
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.integer]
 
-LOOK = "no draft: look what a step takes without one"
-LOOK_WHOLE = "verify everything: look what such a step takes"
-LOOK_TRIMMED = "trimmed: look what such a step takes"
-EXPLORE = "verify everything: look at what was trimmed for long"
-EXPLORE_TIER = "explore: measure a tier whose cost is only believed"
 # A corrected table is put into force only when it moved by more than this; each change rebuilds the tables.
 _NEWS = 0.005
 # What is believed of a first batch, before anything was seen.
 _PRIOR_ACCEPTANCE = 0.75
-# Where a table says that a trim is so much better, the host's work for it cannot turn that round.
-_BEYOND_DOUBT = 1.25
 # Drafting goes on for so many steps where that takes long to be corrected.
 _LEARN_STEPS = 64
 # The profile is a slow mean: while drafting goes on, one step in so many is enough.
@@ -75,22 +66,18 @@ class Engine:
         self._profiled = cost
         # Of the profile: a correction can make a table flat for a while, which is no reason to stop looking.
         self._informative = cost.is_informative
+        self._most = gamma if config.max_len is None else min(gamma, config.max_len - 1)
         measures = config.correct_costs and self._informative
-        self._compares, self._measures_tiers = measures and config.look_steps > 0, measures and config.explore_steps > 0
+        self._compares = measures and config.look_steps > 0 and self._most == gamma
+        self._measures_tiers = measures and config.explore_steps > 0
         self._head_known = not (config.calibrate or config.learns_first)
-        self._modes, self._look = ModeTimes(), Look(config.look_steps)
-        self._look_whole, self._look_trimmed = Look(config.look_steps), Look(config.look_steps)
-        # A list: one item of an array at a time is several times slower.
-        self._modes_in_force = [0.0] * modes.SIZE
+        self.modes = ModeChoice(cost, self.gate, gamma, config.look_steps)
+        self._explorer = Explorer(cost.tiers, config, gamma)
         self._correction = CostCorrection(cost, config.forget_steps)
         self._correction_in_force = CostCorrection.neutral(cost)
-        self._tiers = TierExplorer(cost.tiers, config.explore_steps, config.forget_steps)
         self._rate = RunningRate()
         self._rates_in_force = np.zeros(BUCKETS)
-        self._most = gamma if config.max_len is None else min(gamma, config.max_len - 1)
         self._previous: Decision | None = None
-        self._trimmed_on_end = 0
-        self._elapsed = 1
 
     def size(
         self,
@@ -109,23 +96,24 @@ class Engine:
         requests) count as sure. ``non_draft_tokens`` and ``kv_tokens`` are totals of the step. ``weights`` [requests].
         ``repeated`` steps since the last call did as it said (``steady``): looks and probes come no later for them.
         """
-        self._elapsed = 1 + repeated
+        cost, elapsed = self.cost, 1 + repeated
         # 1. What each draft is worth.
         alive = self._believed(confidence, fresh)
 
         # 2. How much of it pays.
         decision = self._best_drafting(alive, non_draft_tokens, kv_tokens, weights)
         if self._compares and not decision.uniform:
-            decision = self._trimmed_or_whole(decision, alive, non_draft_tokens, kv_tokens)
+            decision = self.modes.trimmed_or_whole(decision, alive, cost, non_draft_tokens, kv_tokens, elapsed)
 
         # 3. Whether drafting pays at all.
         if self._may_skip and self.profile.mean is not None:
-            decision = self._draft_or_not(decision, requests, non_draft_tokens, kv_tokens)
+            decision = self.modes.draft_or_not(decision, requests, cost, non_draft_tokens, kv_tokens, elapsed)
 
         # 4. Once in a long while a step that drafts looks at what is always trimmed, or at another tier.
-        self._previous = decision = self._explore(decision, alive, non_draft_tokens, kv_tokens)
+        decision = self._explorer.look_at_trimmed(decision, alive, cost, non_draft_tokens, kv_tokens, elapsed)
+        self._previous = decision
         if self._measures_tiers and decision.draft and not self.gate.skipping:
-            decision = self._explore_tier(decision, alive, non_draft_tokens, kv_tokens)
+            decision = self._explorer.measure_tier(decision, alive, cost, non_draft_tokens, kv_tokens, elapsed)
         return decision
 
     def observe(
@@ -170,15 +158,15 @@ class Engine:
 
     def measured_state(self) -> Floats:
         """All that depends on this rank's clock, as one vector of fixed length, to be broadcast from rank 0."""
-        return np.concatenate([self._rate.rates(), self._modes.state(), self._correction.state()])
+        return np.concatenate([self._rate.rates(), self.modes.state(), self._correction.state()])
 
     def apply_measured(self, state: Floats) -> None:
         """Bring a ``measured_state`` into force; every rank calls it with the same vector after the same step."""
-        if state.size != BUCKETS + modes.SIZE + self._correction_in_force.size:
+        if state.size != BUCKETS + MODE_TIMES + self._correction_in_force.size:
             raise ValueError(f"a measured state of {state.size} values does not belong to this engine's cost table")
         self._rates_in_force = state[:BUCKETS].copy()
-        self._modes_in_force = state[BUCKETS : BUCKETS + modes.SIZE].tolist()
-        news = state[BUCKETS + modes.SIZE :]
+        self.modes.apply(state[BUCKETS : BUCKETS + MODE_TIMES])
+        news = state[BUCKETS + MODE_TIMES :]
         if self.config.correct_costs and _differs(self._correction_in_force, news):
             self._correction_in_force = news.copy()
             self.cost = corrected(self._profiled, news)
@@ -244,92 +232,6 @@ class Engine:
             self._head_known = self.calibration.is_ready or self.steps >= _LEARN_STEPS
         return self._head_known and self.config.skip_draft and self._informative
 
-    def _trimmed_or_whole(self, trimmed: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
-        """Compare the best trim with verifying everything by what such steps were measured to take, where both were."""
-        requests = alive.shape[0]
-        if self._most < self.gamma:
-            return trimmed
-        whole = verify_all(alive, self.cost, non_draft_tokens, kv_tokens, WHOLE_IS_FASTER)
-        seen = modes.factors(self._modes_in_force, requests)
-        trimmed_ms = self._measured_ms(seen[TRIMMED], requests, non_draft_tokens, trimmed.budget, kv_tokens)
-        whole_ms = self._measured_ms(seen[WHOLE], requests, non_draft_tokens, whole.budget, kv_tokens)
-        advantage = trimmed.expected_tokens / (trimmed_ms or trimmed.predicted_ms)
-        advantage /= whole.expected_tokens / (whole_ms or whole.predicted_ms)
-        if self.gate.skipping:
-            # Nothing is drafted but in probes: those are the looks, where the table does not rule whole steps out.
-            unknown = not whole_ms and advantage < _BEYOND_DOUBT
-            return whole if unknown or (trimmed_ms and whole_ms and advantage < 1.0) else trimmed
-        if trimmed_ms and whole_ms and advantage < 1.0:
-            due = self._look_trimmed.due(requests, 1.0 / advantage, self._elapsed)
-            return replace(trimmed, reason=LOOK_TRIMMED) if due else whole
-        due = self._look_whole.due(requests, advantage, self._elapsed)
-        return replace(whole, reason=LOOK_WHOLE) if due else trimmed
-
-    def _draft_or_not(self, drafting: Decision, requests: int, non_draft_tokens: int, kv_tokens: float) -> Decision:
-        """Compare both modes by what their steps were measured to take, where they were, else by the table."""
-        seen = modes.factors(self._modes_in_force, requests)
-        plain, drafted = seen[PLAIN], seen[WHOLE if drafting.uniform else TRIMMED]
-        draft_ms = drafting.predicted_ms
-        if drafted:
-            draft_ms = self._measured_ms(drafted, requests, non_draft_tokens, drafting.budget, kv_tokens)
-        profiled_ms = self._profiled.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
-        if plain:
-            plain_ms = plain * profiled_ms
-        else:
-            plain_ms = self.cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
-        decision = self.gate.decide(drafting.at_cost(draft_ms), plain_ms, requests, self._elapsed)
-        if drafted and requests and decision.draft and not self.gate.skipping:
-            # Drafting steps say nothing good or bad about plain ones: where those are unknown, the profile's time.
-            rival_ms = plain_ms if plain else profiled_ms
-            advantage = drafting.expected_tokens / draft_ms * rival_ms / requests
-            if self._look.due(requests, advantage, self._elapsed):
-                return Decision(0, False, False, float(requests), plain_ms, LOOK)
-        return decision
-
-    def _measured_ms(
-        self, factor: float, requests: int, non_draft_tokens: int, draft_tokens: int, kv_tokens: float
-    ) -> float:
-        """What a step that drafts was measured to take, by the ``factor`` of its mode; 0 where that is not known."""
-        if not factor:
-            return 0.0
-        tokens, rows = non_draft_tokens + draft_tokens, requests + draft_tokens
-        return factor * self._profiled.point_ms(requests, tokens, rows, kv_tokens)
-
-    def _explore(self, decision: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
-        if decision.budget == alive.shape[0] * self._most:
-            self._trimmed_on_end = 0
-            return decision
-        self._trimmed_on_end += self._elapsed
-        due = self.config.explore_steps and self._trimmed_on_end > self.config.explore_steps
-        if not due or not decision.draft:
-            return decision
-        look = verify_all(alive, self.cost, non_draft_tokens, kv_tokens, EXPLORE, self.config.max_len)
-        # What the look costs, in steps like this one, may be a small share of the steps since the last.
-        price = look.predicted_ms / decision.predicted_ms - look.expected_tokens / decision.expected_tokens
-        if price > modes.PRICE * self._trimmed_on_end:
-            return decision
-        self._trimmed_on_end = 0
-        return look
-
-    def _explore_tier(self, decision: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float) -> Decision:
-        requests = alive.shape[0]
-        least, most = requests * min(self._most, self.config.min_len - 1), requests * self._most
-
-        def look(tokens: int) -> Decision:
-            budget, open_tokens = tokens - non_draft_tokens, alive[:, : self._most]
-            # The last of the sorted survivals: with a minimum length this is a little too good, which is good enough.
-            expected = requests + float(np.sort(open_tokens, axis=None)[open_tokens.size - budget :].sum())
-            ms = self.cost.point_ms(requests, tokens, requests + budget, kv_tokens)
-            return Decision(budget, True, budget == requests * self.gamma, expected, ms, EXPLORE_TIER)
-
-        def worth(tokens: int) -> float:
-            other = look(tokens)
-            return other.expected_tokens / other.predicted_ms / (decision.expected_tokens / decision.predicted_ms)
-
-        here = non_draft_tokens + decision.budget
-        there = self._tiers.tokens(here, non_draft_tokens + least, non_draft_tokens + most, worth, self._elapsed)
-        return decision if there == here else look(there)
-
     def _rate_in_force(self, requests: int) -> float | None:
         if self.config.objective == "ratio":
             return None
@@ -352,10 +254,9 @@ class Engine:
         self._rate.observe(requests, committed_tokens, step_ms, predicted)
         if self.config.correct_costs:
             profiled = self._profiled.point_ms(requests, tokens, rows, kv_tokens, drafted)
-            mode = mode_of(drafted, draft_tokens == requests * self.gamma)
-            self._modes.observe(requests, mode, step_ms, profiled)
-        if self.config.correct_costs and drafted and follows:
-            self._correction.observe(requests, non_draft_tokens, draft_tokens, kv_tokens, drafted, step_ms)
+            self.modes.observe(requests, draft_tokens, drafted, step_ms, profiled)
+            if drafted and follows:
+                self._correction.observe(requests, non_draft_tokens, draft_tokens, kv_tokens, drafted, step_ms)
 
 
 def _differs(old: Floats, new: Floats) -> bool:

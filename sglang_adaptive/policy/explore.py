@@ -1,4 +1,4 @@
-"""Trying, now and then, graph tiers that look worse than the best one, because only measured tiers can be corrected."""
+"""Trying, now and then, what looks worse than the best: only what is verified or measured can be corrected."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_adaptive.policy.budget import Decision, verify_all
+from sglang_adaptive.policy.config import PolicyConfig
+from sglang_adaptive.policy.cost import CostModel
+from sglang_adaptive.policy.modes import PRICE
+
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+EXPLORE = "verify everything: look at what was trimmed for long"
+EXPLORE_TIER = "explore: measure a tier whose cost is only believed"
 # A little more than a correction needs, since the clock does not run in every step.
 BURST_STEPS = 10
 _FIRST_INTERVAL = 32
@@ -19,6 +27,74 @@ _LEAST_VALUE = 0.8
 _PRICE = 0.01
 _HALVINGS = 4
 _BUCKETS = 24
+
+
+class Explorer:
+    """Turns the decision to draft, now and then, into one that shows more: of the drafts that are always trimmed, and
+    of the costs of other tiers. Steps and decisions are its only inputs. ``gamma`` is K.
+
+    In each method ``alive`` [requests, K] are the survivals that ``decision`` was made with, and ``elapsed`` the steps
+    since the call before.
+    """
+
+    def __init__(self, tiers: Ints, config: PolicyConfig, gamma: int) -> None:
+        self._config, self._gamma = config, gamma
+        self._most = gamma if config.max_len is None else min(gamma, config.max_len - 1)
+        self._tiers = TierExplorer(tiers, config.explore_steps, config.forget_steps)
+        self._trimmed_on_end = 0
+
+    def look_at_trimmed(
+        self,
+        decision: Decision,
+        alive: Floats,
+        cost: CostModel,
+        non_draft_tokens: int,
+        kv_tokens: float,
+        elapsed: int,
+    ) -> Decision:
+        """Verify everything where nothing was for ``explore_steps`` steps and that costs little."""
+        if decision.budget == alive.shape[0] * self._most:
+            self._trimmed_on_end = 0
+            return decision
+        self._trimmed_on_end += elapsed
+        due = self._config.explore_steps and self._trimmed_on_end > self._config.explore_steps
+        if not due or not decision.draft:
+            return decision
+        look = verify_all(alive, cost, non_draft_tokens, kv_tokens, EXPLORE, self._config.max_len)
+        # What the look costs, in steps like this one, may be a small share of the steps since the last.
+        price = look.predicted_ms / decision.predicted_ms - look.expected_tokens / decision.expected_tokens
+        if price > PRICE * self._trimmed_on_end:
+            return decision
+        self._trimmed_on_end = 0
+        return look
+
+    def measure_tier(
+        self,
+        decision: Decision,
+        alive: Floats,
+        cost: CostModel,
+        non_draft_tokens: int,
+        kv_tokens: float,
+        elapsed: int,
+    ) -> Decision:
+        """Verify as many tokens as another tier holds, where ``TierExplorer`` says so."""
+        requests = alive.shape[0]
+        least, most = requests * min(self._most, self._config.min_len - 1), requests * self._most
+
+        def look(tokens: int) -> Decision:
+            budget, open_tokens = tokens - non_draft_tokens, alive[:, : self._most]
+            # The last of the sorted survivals: with a minimum length this is a little too good, which is good enough.
+            expected = requests + float(np.sort(open_tokens, axis=None)[open_tokens.size - budget :].sum())
+            ms = cost.point_ms(requests, tokens, requests + budget, kv_tokens)
+            return Decision(budget, True, budget == requests * self._gamma, expected, ms, EXPLORE_TIER)
+
+        def worth(tokens: int) -> float:
+            other = look(tokens)
+            return other.expected_tokens / other.predicted_ms / (decision.expected_tokens / decision.predicted_ms)
+
+        here = non_draft_tokens + decision.budget
+        there = self._tiers.tokens(here, non_draft_tokens + least, non_draft_tokens + most, worth, elapsed)
+        return decision if there == here else look(there)
 
 
 class TierExplorer:

@@ -25,7 +25,7 @@ import struct
 
 import numpy as np
 
-from sglang_adaptive.policy import budget, engine, saturation, steady
+from sglang_adaptive.policy import budget, explore, mode_choice, saturation, steady
 
 MAGIC = b"SGADTRC2"
 BLOCK = struct.Struct("<4sIIII")
@@ -59,13 +59,13 @@ REASONS = (
     budget.ALL_WORTH,
     budget.LOW_LOAD,
     budget.TRIMMED,
-    engine.EXPLORE,
+    explore.EXPLORE,
     saturation.SATURATED,
     saturation.PROBE,
-    engine.EXPLORE_TIER,
-    engine.LOOK,
-    engine.LOOK_WHOLE,
-    engine.LOOK_TRIMMED,
+    explore.EXPLORE_TIER,
+    mode_choice.LOOK,
+    mode_choice.LOOK_WHOLE,
+    mode_choice.LOOK_TRIMMED,
     steady.WHOLE_IS_FASTER,
 )
 

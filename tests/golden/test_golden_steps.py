@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_adaptive.policy import budget, engine, saturation
+from sglang_adaptive.policy import budget, explore, saturation
 from sglang_adaptive.policy.allocation import allocate
 from sglang_adaptive.policy.cost import CostModel, VerifySample
 from sglang_adaptive.policy.engine import Engine, PolicyConfig
@@ -30,7 +30,7 @@ WHY = {
     budget.ALL_WORTH: "all worth it",
     budget.SMALL_GAIN: "small gain",
     budget.TRIMMED: "trimmed",
-    engine.EXPLORE: "explore",
+    explore.EXPLORE: "explore",
     saturation.SATURATED: "saturated",
     saturation.PROBE: "probe",
 }

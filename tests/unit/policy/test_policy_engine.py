@@ -263,9 +263,9 @@ def test_a_probe_does_not_verify_everything_where_the_table_rules_that_out():
     alive = np.tile(0.01 ** np.arange(1, K + 1), (32, 1))
     whole = verify_all(alive, engine.cost, 32, 0.0, "whole")
     much_better = Decision(8, True, False, 32.2, whole.predicted_ms / 1.3, "trimmed")
-    assert engine._trimmed_or_whole(much_better, alive, 32, 0.0) is much_better
+    assert engine.modes.trimmed_or_whole(much_better, alive, engine.cost, 32, 0.0, elapsed=1) is much_better
     little_better = much_better.at_cost(whole.predicted_ms / 1.1)
-    assert engine._trimmed_or_whole(little_better, alive, 32, 0.0).uniform
+    assert engine.modes.trimmed_or_whole(little_better, alive, engine.cost, 32, 0.0, elapsed=1).uniform
 
 
 def test_repeated_steps_count_for_the_next_probe():

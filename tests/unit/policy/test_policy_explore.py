@@ -5,8 +5,8 @@ import pytest
 from policy_cases import staircase
 
 from sglang_adaptive.policy.config import PolicyConfig
-from sglang_adaptive.policy.engine import EXPLORE_TIER, Engine
-from sglang_adaptive.policy.explore import BURST_STEPS, TierExplorer
+from sglang_adaptive.policy.engine import Engine
+from sglang_adaptive.policy.explore import BURST_STEPS, EXPLORE_TIER, TierExplorer
 
 K = 7
 TIERS = [8, 16, 24, 32, 48, 64]

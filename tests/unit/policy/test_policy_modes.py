@@ -10,7 +10,8 @@ import pytest
 from sglang_adaptive.policy.budget import NO_TABLE, Decision
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.cost import CostModel, VerifySample
-from sglang_adaptive.policy.engine import LOOK, LOOK_WHOLE, WHOLE_IS_FASTER, Engine
+from sglang_adaptive.policy.engine import Engine
+from sglang_adaptive.policy.mode_choice import LOOK, LOOK_WHOLE
 from sglang_adaptive.policy.modes import (
     LOOK_STEPS,
     MIN_SAMPLES,
@@ -23,6 +24,7 @@ from sglang_adaptive.policy.modes import (
     mode_of,
 )
 from sglang_adaptive.policy.rate import BUCKETS
+from sglang_adaptive.policy.steady import WHOLE_IS_FASTER
 
 GAMMA = 7
 
@@ -195,11 +197,15 @@ def test_a_server_that_stopped_drafting_probes_what_it_never_measured():
     alive = np.tile(0.5 ** np.arange(1, 8), (32, 1))
     measured(engine, {(False, 0): 5.3, (True, 60): 7.7})
     trimmed = Decision(60, True, False, 50.0, 4.0, "trimmed")
-    assert engine._trimmed_or_whole(trimmed, alive, 32, 512.0).uniform
+
+    def chosen() -> Decision:
+        return engine.modes.trimmed_or_whole(trimmed, alive, engine.cost, 32, 512.0, elapsed=1)
+
+    assert chosen().uniform
     measured(engine, {(True, 7 * 32): 5.3})
-    assert engine._trimmed_or_whole(trimmed, alive, 32, 512.0).reason == WHOLE_IS_FASTER
+    assert chosen().reason == WHOLE_IS_FASTER
     measured(engine, {(True, 7 * 32): 20.0}, steps=16)
-    assert engine._trimmed_or_whole(trimmed, alive, 32, 512.0) is trimmed
+    assert chosen() is trimmed
 
 
 def test_a_table_that_its_correction_made_flat_does_not_end_the_comparison_of_modes():

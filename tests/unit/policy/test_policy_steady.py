@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_adaptive.policy.budget import LOW_LOAD, TRIMMED, Decision
-from sglang_adaptive.policy.engine import LOOK, LOOK_WHOLE
+from sglang_adaptive.policy.mode_choice import LOOK, LOOK_WHOLE
 from sglang_adaptive.policy.saturation import PROBE, SATURATED
 from sglang_adaptive.policy.steady import Steady
 

@@ -1,0 +1,120 @@
+"""Choosing between no draft, verifying everything and trimming, by what such steps were measured to take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_adaptive.policy.budget import Decision, verify_all
+from sglang_adaptive.policy.cost import CostModel
+from sglang_adaptive.policy.modes import PLAIN, SIZE, TRIMMED, WHOLE, Look, ModeTimes, factors, mode_of
+from sglang_adaptive.policy.saturation import SaturationGate
+from sglang_adaptive.policy.steady import WHOLE_IS_FASTER
+
+Floats = NDArray[np.float64]
+
+LOOK = "no draft: look what a step takes without one"
+LOOK_WHOLE = "verify everything: look what such a step takes"
+LOOK_TRIMMED = "trimmed: look what such a step takes"
+# Where a table says that a trim is so much better, the host's work for it cannot turn that round.
+_BEYOND_DOUBT = 1.25
+
+
+class ModeChoice:
+    """Compares the modes, and looks now and then at one that is not chosen.
+
+    ``profiled`` are the costs as profiled, which measured times are compared with; the costs in force come with each
+    call. ``gate`` is the engine's. ``gamma`` is K; no look comes later than ``look_steps`` steps, 0 never looks. What
+    ``observe`` learns comes into force only through ``apply``.
+    """
+
+    def __init__(self, profiled: CostModel, gate: SaturationGate, gamma: int, look_steps: int) -> None:
+        self._profiled, self._gate, self._gamma = profiled, gate, gamma
+        self._times = ModeTimes()
+        self._look_plain, self._look_whole, self._look_trimmed = Look(look_steps), Look(look_steps), Look(look_steps)
+        # A list: one item of an array at a time is several times slower.
+        self._in_force = [0.0] * SIZE
+
+    def observe(self, requests: int, draft_tokens: int, drafted: bool, step_ms: float, profiled_ms: float) -> None:
+        """Count a finished step that verified ``draft_tokens`` over its requests."""
+        mode = mode_of(drafted, draft_tokens == requests * self._gamma)
+        self._times.observe(requests, mode, step_ms, profiled_ms)
+
+    def state(self) -> Floats:
+        """[``SIZE``] what was measured, of this rank."""
+        return self._times.state()
+
+    def apply(self, state: Floats) -> None:
+        """Bring a ``state`` into force."""
+        self._in_force = state.tolist()
+
+    def trimmed_or_whole(
+        self,
+        trimmed: Decision,
+        alive: Floats,
+        cost: CostModel,
+        non_draft_tokens: int,
+        kv_tokens: float,
+        elapsed: int,
+    ) -> Decision:
+        """Compare the best trim with verifying everything by what such steps were measured to take, where both were.
+
+        ``alive`` [requests, K]; ``elapsed`` steps after the call before.
+        """
+        requests = alive.shape[0]
+        whole = verify_all(alive, cost, non_draft_tokens, kv_tokens, WHOLE_IS_FASTER)
+        seen = factors(self._in_force, requests)
+        trimmed_ms = self._measured_ms(seen[TRIMMED], requests, non_draft_tokens, trimmed.budget, kv_tokens)
+        whole_ms = self._measured_ms(seen[WHOLE], requests, non_draft_tokens, whole.budget, kv_tokens)
+        advantage = trimmed.expected_tokens / (trimmed_ms or trimmed.predicted_ms)
+        advantage /= whole.expected_tokens / (whole_ms or whole.predicted_ms)
+        if self._gate.skipping:
+            # Nothing is drafted but in probes: those are the looks, where the table does not rule whole steps out.
+            unknown = not whole_ms and advantage < _BEYOND_DOUBT
+            return whole if unknown or (trimmed_ms and whole_ms and advantage < 1.0) else trimmed
+        if trimmed_ms and whole_ms and advantage < 1.0:
+            due = self._look_trimmed.due(requests, 1.0 / advantage, elapsed)
+            return replace(trimmed, reason=LOOK_TRIMMED) if due else whole
+        due = self._look_whole.due(requests, advantage, elapsed)
+        return replace(whole, reason=LOOK_WHOLE) if due else trimmed
+
+    def draft_or_not(
+        self,
+        drafting: Decision,
+        requests: int,
+        cost: CostModel,
+        non_draft_tokens: int,
+        kv_tokens: float,
+        elapsed: int,
+    ) -> Decision:
+        """Compare drafting with not drafting by what their steps were measured to take, where they were, else by the
+        table; ``elapsed`` steps after the call before."""
+        seen = factors(self._in_force, requests)
+        plain, drafted = seen[PLAIN], seen[WHOLE if drafting.uniform else TRIMMED]
+        draft_ms = drafting.predicted_ms
+        if drafted:
+            draft_ms = self._measured_ms(drafted, requests, non_draft_tokens, drafting.budget, kv_tokens)
+        profiled_ms = self._profiled.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
+        if plain:
+            plain_ms = plain * profiled_ms
+        else:
+            plain_ms = cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
+        decision = self._gate.decide(drafting.at_cost(draft_ms), plain_ms, requests, elapsed)
+        if drafted and requests and decision.draft and not self._gate.skipping:
+            # Drafting steps say nothing good or bad about plain ones: where those are unknown, the profile's time.
+            rival_ms = plain_ms if plain else profiled_ms
+            advantage = drafting.expected_tokens / draft_ms * rival_ms / requests
+            if self._look_plain.due(requests, advantage, elapsed):
+                return Decision(0, False, False, float(requests), plain_ms, LOOK)
+        return decision
+
+    def _measured_ms(
+        self, factor: float, requests: int, non_draft_tokens: int, draft_tokens: int, kv_tokens: float
+    ) -> float:
+        """What a step that drafts was measured to take, by the ``factor`` of its mode; 0 where that is not known."""
+        if not factor:
+            return 0.0
+        tokens, rows = non_draft_tokens + draft_tokens, requests + draft_tokens
+        return factor * self._profiled.point_ms(requests, tokens, rows, kv_tokens)
