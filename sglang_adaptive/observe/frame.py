@@ -110,7 +110,7 @@ def _positions(now: Snapshot, total: Sums) -> Table:
     accepted = [_number(ratio(total.accepted[j], total.verified[j]), "{:.0%}") for j in shown]
     table.add_row("verified, of proposed", *verified)
     table.add_row("accepted, of verified", *accepted)
-    table.add_row("confidence - acceptance", *(_number(view.bias(now.states, j), "{:+.2f}") for j in shown))
+    table.add_row("confidence - acceptance", *(_number(view.bias(now.states, j), "{:+.0%}") for j in shown))
     return table
 
 

@@ -127,9 +127,14 @@ def test_a_server_that_has_hardly_done_anything_has_a_frame(steps):
 
 
 def test_nothing_is_cut_in_a_terminal_of_80_columns():
-    old, new = (Snapshot(at, "m", [observed(some_records(n)).as_dict()]) for at, n in ((0.0, 80), (2.0, 200)))
+    """With 7 drafts, the widest that the usual checkpoints have."""
+    states = [observed(some_records(n)).as_dict() for n in (80, 200)]
+    for state in states:
+        state["verified_per_position"] = state["accepted_per_position"] = [state["drafted_tokens"]] * 7
+        state["calibration"]["bias_per_position"] = [-0.13] * 7
+    old, new = (Snapshot(at, "m", [state]) for at, state in zip((0.0, 2.0), states, strict=True))
     text = shown(frame("http://127.0.0.1:30000", new, Sums.of(new).since(Sums.of(old))), width=80)
-    assert "…" not in text, text
+    assert "…" not in text and text.count("-13%") == 7, text
 
 
 def test_what_is_not_as_it_should_be_is_said():
