@@ -48,3 +48,24 @@ def best_budget(survival, model, anchors, rate=None):
         if best is None or value >= best[1]:
             best = (budget, value)
     return best
+
+
+def size(engine, confidence, fresh=None, prefill=0, kv=0.0, **options):
+    confidence = np.asarray(confidence, np.float64)
+    requests = confidence.shape[0]
+    fresh = np.ones(requests, bool) if fresh is None else np.array(fresh)
+    return engine.size(
+        confidence, requests=requests, non_draft_tokens=requests + prefill, kv_tokens=kv, fresh=fresh, **options
+    )
+
+
+def observe(engine, requests, budget, committed, ms=None, **options):
+    engine.observe(
+        requests=requests,
+        non_draft_tokens=requests,
+        draft_tokens=budget,
+        kv_tokens=0.0,
+        committed_tokens=committed,
+        step_ms=ms,
+        **options,
+    )
