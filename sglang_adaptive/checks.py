@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -60,8 +59,6 @@ def before(server_args: Any, family: Family) -> None:
         _refuse("data-parallel attention: drop --enable-dp-attention, or serve with --speculative-algorithm DSPARK")
     if cfg.disaggregation_mode != "null":
         _refuse("prefill/decode disaggregation: drop --disaggregation-mode, or select --speculative-algorithm DSPARK")
-    if getattr(cfg, "device", None) == "cpu" and cfg.enable_lora is not False:
-        _check_experts(server_args, cfg)
     if family is not DSPARK:
         path = separate_draft(server_args)
         if path is not None:
@@ -95,39 +92,6 @@ def after(server_args: Any) -> None:
                 f"Option {name} ({variable(name)}) is {value}, but a request of this draft verifies at most {width} "
                 "tokens in a step (its block plus the anchor)."
             )
-
-
-def _check_experts(server_args: Any, cfg: Any) -> None:
-    """The CPU platform applies no adapter to experts; adapters that are on the hub are looked at when they load."""
-    from sglang.srt.arg_groups.overrides import model_config_of
-
-    target = model_config_of(server_args).hf_text_config
-    if not any(getattr(target, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return
-    named = {"--lora-target-modules": cfg.lora_target_modules or ()}
-    for folder in _adapter_folders(cfg.lora_paths or ()):
-        with contextlib.suppress(OSError, ValueError):
-            named[str(folder)] = json.loads((folder / "adapter_config.json").read_text()).get("target_modules") or ()
-    for where, modules in named.items():
-        names = {modules} if isinstance(modules, str) else {name.rsplit(".", 1)[-1] for name in modules}
-        if names & {"all", "all-linear"} or ("down_proj" in names and names & {"gate_proj", "up_proj", "gate_up_proj"}):
-            _refuse(
-                f"LoRA adapters of experts on a CPU, which {where} names: leave gate_proj, up_proj and down_proj out"
-            )
-
-
-def _adapter_folders(paths: Any) -> list[Path]:
-    """Of ``--lora-paths`` as the user gave them (``name=path``, a path, a record), or as the host has parsed them."""
-    found = []
-    for entry in paths.values() if isinstance(paths, dict) else paths:
-        if isinstance(entry, dict):
-            path = entry.get("lora_path", "")
-        elif isinstance(entry, str) and not isinstance(paths, dict):
-            path = entry.split("=", 1)[-1]
-        else:
-            path = getattr(entry, "lora_path", entry)
-        found.append(Path(str(path)))
-    return found
 
 
 def _draft_path(server_args: Any, cfg: Any) -> str | None:

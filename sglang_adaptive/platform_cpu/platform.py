@@ -13,7 +13,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
 from sglang_adaptive.patches import cpu_arguments, registry
-from sglang_adaptive.platform_cpu import ATTENTION_BACKEND, LORA_BACKEND, defaults, kernels
+from sglang_adaptive.platform_cpu import ATTENTION_BACKEND, LORA_BACKEND, adapters, defaults, kernels
 
 
 class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -29,6 +29,8 @@ class AdaptiveCpuPlatform(CpuDeviceMixin, SRTPlatform):
         choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
         choices.add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
         register_resolution_hook("handle_cpu_backends")(defaults.cpu_backends)
+        # The first step with a hook in which the model's configuration is final.
+        register_resolution_hook("handle_speculative_decoding")(adapters.check)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         defaults.apply(server_args)

@@ -87,7 +87,7 @@ def test_targets_whose_positions_or_layers_know_one_length_only_verify_uniformly
     assert said == ["compact compact", "static static", "static static"]
 
 
-def test_adapters_of_experts_are_refused_on_a_cpu(tiny_pair, tmp_path):
+def test_adapters_of_experts_and_of_the_output_head_are_refused_on_a_cpu(tiny_pair, tmp_path):
     target, draft = tiny_pair
     mixture = target_like(
         target,
@@ -104,7 +104,10 @@ def test_adapters_of_experts_are_refused_on_a_cpu(tiny_pair, tmp_path):
     config = json.loads((attention / "adapter_config.json").read_text())
     names = [name for name in config["target_modules"] if name in ("q_proj", "o_proj")]
     (attention / "adapter_config.json").write_text(json.dumps(config | {"target_modules": names}))
+    head = shutil.copytree(every, tmp_path / "head")
+    (head / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["model.q_proj", "lm_head"]}))
     flags = {"enable_lora": True, "max_lora_rank": 8}
+    no_draft = {"algorithm": None}
     cases = {
         "adapter": (mixture, {"lora_paths": [f"a={every}"]}),
         "record": (mixture, {"lora_paths": [str(attention), {"lora_name": "a", "lora_path": str(every)}]}),
@@ -113,6 +116,9 @@ def test_adapters_of_experts_are_refused_on_a_cpu(tiny_pair, tmp_path):
         "attention's flag": (mixture, {**flags, "lora_target_modules": ["q_proj", "down_proj"]}),
         "off": (mixture, {"enable_lora": False, "lora_paths": [f"a={every}"]}),
         "dense": (target, {"lora_paths": [f"a={every}"]}),
+        "head": (target, {"lora_paths": [f"a={head}"]}),
+        "without a draft": (mixture, {"lora_paths": [f"a={every}"], **no_draft}),
+        "attention without a draft": (mixture, {"lora_paths": [f"a={attention}"], **no_draft}),
     }
     options = {name: (str(path), fields) for name, (path, fields) in cases.items()}
     said = run(
@@ -132,7 +138,11 @@ def test_adapters_of_experts_are_refused_on_a_cpu(tiny_pair, tmp_path):
         "adapter",
         "record",
         "flag",
+        "head",
+        "without a draft",
     }, found
-    refusal = f"sglang_adaptive: {ALGORITHM} does not work with LoRA adapters of experts on a CPU, which "
-    assert found["adapter"] == found["record"] == f"{refusal}{every} names: leave gate_proj, up_proj and down_proj out."
-    assert found["flag"].startswith(f"{refusal}--lora-target-modules names")
+    refusal = "sglang_adaptive: The CPU platform does not apply LoRA adapters to the "
+    experts = f"{refusal}experts of a mixture, which {every} names: leave gate_proj, up_proj and down_proj out."
+    assert found["adapter"] == found["record"] == found["without a draft"] == experts
+    assert found["flag"] == experts.replace(str(every), "--lora-target-modules")
+    assert found["head"] == f"{refusal}output head, which {head} names: leave lm_head out."
