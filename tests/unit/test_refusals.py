@@ -87,7 +87,7 @@ def test_targets_whose_positions_or_layers_know_one_length_only_verify_uniformly
     assert said == ["compact compact", "static static", "static static"]
 
 
-def test_adapters_of_experts_and_of_the_output_head_are_refused_on_a_cpu(tiny_pair, tmp_path):
+def test_adapters_of_experts_are_refused_on_a_cpu(tiny_pair, tmp_path):
     target, draft = tiny_pair
     mixture = target_like(
         target,
