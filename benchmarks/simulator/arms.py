@@ -94,22 +94,24 @@ class Ours(Arm):
     def __init__(self, table: CostModel, gamma: int, config: PolicyConfig) -> None:
         self.engine = Engine(config, table, gamma)
         self.steady = Steady()
+        self.tiers = table.tiers.tolist() if table.capture_limit else []
         self.decision: Decision | None = None
 
     def decide(self, view: View) -> Plan:
         # As the server's planner does. With mixed prefill every step is sized.
-        if view.requests == view.non_draft_tokens and self.decision and self.steady.repeats(view.requests):
-            draft = self.decision.draft
-            return Plan(np.full(view.requests, self.engine.gamma * draft), draft=draft, observed=False)
-        self.decision = decision = self._sized(view)
-        self.steady.sized(decision, view.requests)
+        again = view.requests == view.non_draft_tokens and self.decision and self.steady.repeats(view.requests)
+        if again:
+            decision = self.steady.again(self.decision, view.requests, self.engine.gamma, self.tiers)
+        else:
+            self.decision = decision = self._sized(view)
+            self.steady.sized(decision, view.requests)
         if not decision.draft:
-            return Plan(np.zeros(view.requests, np.int64), draft=False)
+            return Plan(np.zeros(view.requests, np.int64), draft=False, observed=not again)
         if decision.uniform:
-            return Plan(np.full(view.requests, self.engine.gamma))
+            return Plan(np.full(view.requests, self.engine.gamma), observed=not again)
         live = view.live()
         calibrated = self.engine.calibration.apply(live) if self.engine.config.calibrate else live
-        return _handed_out(decision.budget, calibrated)
+        return replace(_handed_out(decision.budget, calibrated), observed=not again)
 
     def _sized(self, view: View) -> Decision:
         stale, fresh = view.stale()

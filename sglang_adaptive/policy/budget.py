@@ -59,8 +59,12 @@ class Decision:
         )
 
     def for_requests(self, requests: int, gamma: int) -> Decision:
-        """The same for R requests, of a decision that drafts for none or verifies all of every request's K drafts."""
-        budget = requests * gamma if self.draft else 0
+        """The same for R requests, of a decision that drafts for none or verifies all of every request's K drafts; of
+        another one, which must be for R requests, itself."""
+        return self.with_budget(requests * gamma if self.uniform else self.budget)
+
+    def with_budget(self, budget: int) -> Decision:
+        """The same with another budget, for which nothing is predicted."""
         if budget == self.budget:
             return self
         return Decision(budget, self.draft, self.uniform, 0.0, 0.0, self.reason, self.gain)

@@ -1,18 +1,27 @@
 """Which steps may repeat the decision of the step before, because it has been the same for long.
 
-Sizing a step and learning from it takes the CPU a few tenths of a millisecond, which a small model's step does not
-hide. Where everything is verified, or nothing is drafted, step after step, one step in ``EVERY`` is sized and observed
-and stands for the others. Only such decisions repeat: they depend on no confidence, so that requests may come and go.
+Sizing a step and learning from it takes the CPU a few tenths of a millisecond, which a step does not hide where the
+host is the slower one. Where everything is verified, or nothing is drafted, step after step, one step in ``EVERY`` is
+sized and observed and stands for the others: such decisions depend on no confidence, so that requests may come and go.
+Where steps are trimmed on end, one in ``EVERY_TRIM``: the batch's budget changes slowly, and who gets it is decided by
+the confidences of each step, on the device.
 """
 
 from __future__ import annotations
 
-from sglang_adaptive.policy.budget import ALL_WORTH, LOW_LOAD, SMALL_GAIN, Decision
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from sglang_adaptive.policy.budget import ALL_WORTH, LOW_LOAD, SMALL_GAIN, TRIMMED, Decision
 from sglang_adaptive.policy.rate import RunningRate
 from sglang_adaptive.policy.saturation import SATURATED
 
 EVERY = 8
 STREAK = 64
+EVERY_TRIM = 4
+STREAK_TRIM = 16
+# Until so many steps were sized every one is learned from: a head may be off at the start.
+LEARN_STEPS = 256
 WHOLE_IS_FASTER = "verify everything: a step that trims takes longer than the trim saves"
 _REPEATABLE = frozenset((ALL_WORTH, LOW_LOAD, SMALL_GAIN, WHOLE_IS_FASTER, SATURATED))
 
@@ -21,31 +30,63 @@ class Steady:
     """Counts equal decisions. Steps are its only clock, so ranks that decide alike repeat alike.
 
     A load is a power of two of requests. After ``streak`` sized steps on end with one decision at one load, the next
-    ``every`` - 1 steps at that load repeat it; then one is sized again, and goes on with the streak or ends it.
+    ``every`` - 1 steps at that load repeat it; then one is sized again, and goes on with the streak or ends it. Steps
+    that trim count as one decision whatever their budget, with ``streak_trim`` and ``every_trim`` (0 or 1 never repeats
+    one) and not among the first ``learn_steps`` sized steps.
     """
 
-    def __init__(self, every: int = EVERY, streak: int = STREAK) -> None:
-        self._every, self._streak = every, streak
-        self._state: tuple[bool, int] | None = None
-        self._seen = 0
+    def __init__(
+        self,
+        every: int = EVERY,
+        streak: int = STREAK,
+        every_trim: int = EVERY_TRIM,
+        streak_trim: int = STREAK_TRIM,
+        learn_steps: int = LEARN_STEPS,
+    ) -> None:
+        self._every, self._streak, self._learn_steps = every, streak, learn_steps
+        self.every_trim, self._streak_trim = every_trim, streak_trim
+        self._state: tuple[bool, bool, int] | None = None
+        self._requests = 0
+        self._seen = self._sized = 0
         self.left = self.repeated = 0
 
     def sized(self, decision: Decision, requests: int) -> None:
         """A step of R requests was sized. ``repeated`` counts the steps since then that were not."""
         self.repeated = 0
+        self._requests = requests
+        self._sized += 1
+        trimmed = decision.reason == TRIMMED and decision.draft and not decision.uniform
         repeatable = decision.reason in _REPEATABLE and (decision.uniform or not decision.draft)
-        state = (decision.draft, RunningRate.bucket(requests)) if repeatable else None
+        state = (decision.draft, trimmed, RunningRate.bucket(requests)) if repeatable or trimmed else None
         self._seen = self._seen + 1 if state is not None and state == self._state else 0
         self._state = state
-        self.left = self._every - 1 if self._seen >= self._streak else 0
+        every, streak = (self.every_trim, self._streak_trim) if trimmed else (self._every, self._streak)
+        learned = not trimmed or self._sized >= self._learn_steps
+        self.left = max(every - 1, 0) if learned and self._seen >= streak else 0
 
     def repeats(self, requests: int) -> bool:
         """Whether the next step, of R requests, may repeat the last sized decision; counts it if so."""
         if not self.left:
             return False
-        if self._state is None or self._state[1] != RunningRate.bucket(requests):
+        if self._state is None or self._state[2] != RunningRate.bucket(requests):
             self._seen = self.left = 0
             return False
         self.left -= 1
         self.repeated += 1
         return True
+
+    def again(self, decision: Decision, requests: int, gamma: int, tiers: Sequence[int]) -> Decision:
+        """The sized ``decision`` for the R requests of a step that repeats it; ``gamma`` is K.
+
+        Of a trim as many tokens per request, in the nearest of ``tiers`` (ascending; tokens up to a tier's edge are
+        free) that the batch can fill.
+        """
+        if decision.reason != TRIMMED or requests == self._requests:
+            return decision.for_requests(requests, gamma)
+        tokens = requests + round(decision.budget * requests / self._requests)
+        place = bisect_left(tiers, tokens)
+        if 0 < place < len(tiers) and tokens - tiers[place - 1] < tiers[place] - tokens:
+            place -= 1
+        if place < len(tiers):
+            tokens = tiers[place]
+        return decision.with_budget(min(max(tokens - requests, 0), requests * gamma))

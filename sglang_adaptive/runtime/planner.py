@@ -72,6 +72,7 @@ class StepPlanner:
         self._log_every = False
         self._steady = Steady()
         self._may_repeat = self._repeating = False
+        self._edges: list[int] = []
         self._requests = 0
 
     def capture_widths(self, *widths: int) -> None:
@@ -118,9 +119,14 @@ class StepPlanner:
         self._log_every = options.log_decisions == "every"
         # An estimate without a head learns from every step of a request.
         self._may_repeat = not self._log_every and (estimate is None or estimate.head)
+        # A trace wants the confidences of every step, and an estimate makes them of what it heard in every step.
+        trims = self._may_repeat and estimate is None and options.trace is None and not options.priority_weight
         if self._group.world_size > 1:
             # Ranks on other machines may have been given other options.
-            self._may_repeat = self._group.broadcast_object(self._may_repeat, src=0)
+            self._may_repeat, trims = self._group.broadcast_object((self._may_repeat, trims), src=0)
+        if not trims:
+            self._steady.every_trim = 0
+        self._edges = cost.tiers.tolist() if cost.capture_limit else []
         if options.priority_weight > 0:
             self._priorities = Priorities(options.priority_weight, get_schedule().schedule_low_priority_values_first)
         if torch.device(self.device).type == "cuda":
@@ -156,7 +162,7 @@ class StepPlanner:
         decodes = not (batch.forward_mode.is_extend() or batch.is_extend_in_batch or requests == 0)
         if decodes and self._may_repeat and self._steady.repeats(requests):
             self._repeating, self._requests = True, requests
-            self.decision = last.for_requests(requests, self.gamma)
+            self.decision = self._steady.again(last, requests, self.gamma, self._edges)
             if self._trace is not None:
                 self._see_rows(batch)
             return
@@ -302,6 +308,7 @@ class StepPlanner:
                 iteration=self._iteration,
                 requests=self._requests,
                 commit_lens=commit_lens,
+                verify_lens=None if self._layout is None or commit_lens is None else self._layout.verify_lens,
                 decision=self.decision,
                 tier=self._tier,
                 last=not self._steady.left,

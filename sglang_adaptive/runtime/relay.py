@@ -196,17 +196,18 @@ class StepRelay:
         decision: Any,
         tier: int,
         last: bool,
+        verify_lens: torch.Tensor | None = None,
         slots: np.ndarray | None = None,
         generations: np.ndarray | None = None,
         kv_tokens: float = 0.0,
     ) -> None:
-        """A step that is only counted was just launched; ``commit_lens`` [R] as in ``publish``. The next one will be
+        """A step that is only counted was just launched; ``commit_lens`` and ``verify_lens`` [R] as in ``publish``. The next one will be
         published if it is the ``last`` such: its time counts from this one's end. Whose rows they are, and the
         ``kv_tokens``, only a trace asks."""
         landing = None
         if commit_lens is not None:
             landing = self._landing()
-            landing.begin(commit_lens=commit_lens)
+            landing.begin(commit_lens=commit_lens, verify_lens=verify_lens)
         mark = self._mark() if last else None
         if slots is None or generations is None:
             slots = generations = _nobody(requests)

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("sglang")
 from sglang_adaptive.policy.allocation import allocate
-from sglang_adaptive.policy.budget import LOW_LOAD, Decision
+from sglang_adaptive.policy.budget import LOW_LOAD, TRIMMED, Decision
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.steady import Steady
 from sglang_adaptive.runtime.device import async_h2d
@@ -72,17 +72,25 @@ def planner_with(engine, steady):
         _log_every=False,
         _trace=None,
         _relay=SimpleNamespace(collect=lambda iteration: [], read=lambda slots, generations: (None, None)),
+        _edges=[8, 12, 16],
     )
     return made
 
 
-def test_repeated_steps_are_not_sized_and_the_engine_hears_how_many_they_were():
-    whole = Decision(6, True, True, 3.0, 2.0, LOW_LOAD)
+@pytest.mark.parametrize(
+    ("decision", "budgets"),
+    [
+        (Decision(6, True, True, 3.0, 2.0, LOW_LOAD), [6, 6, 9, 6, 6, 6, 6, 6]),
+        (Decision(6, True, False, 3.0, 2.0, TRIMMED), [6, 6, 9, 6, 6, 6, 6, 6]),
+    ],
+    ids=lambda value: getattr(value, "reason", ""),
+)
+def test_repeated_steps_are_not_sized_and_the_engine_hears_how_many_they_were(decision, budgets):
     heard = []
-    engine = SimpleNamespace(size=lambda confidence, repeated=0, **_: heard.append(repeated) or whole)
-    planner = planner_with(engine, Steady(every=4, streak=1))
+    engine = SimpleNamespace(size=lambda confidence, repeated=0, **_: heard.append(repeated) or decision)
+    planner = planner_with(engine, Steady(every=4, streak=1, every_trim=4, streak_trim=1, learn_steps=0))
     sizes = [2, 2, 3, 2, 2, 2, 2, 2]
-    budgets = []
+    found = []
     for iteration, requests in enumerate(sizes):
         batch = SimpleNamespace(
             forward_iter=iteration,
@@ -94,6 +102,6 @@ def test_repeated_steps_are_not_sized_and_the_engine_hears_how_many_they_were():
             reqs=[],
         )
         planner.size(batch)
-        budgets.append(planner.decision.budget)
+        found.append(planner.decision.budget)
     assert heard == [0, 0, 3]
-    assert budgets == [6, 6, 9, 6, 6, 6, 6, 6]
+    assert found == budgets

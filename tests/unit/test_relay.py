@@ -97,12 +97,13 @@ def test_a_step_after_another_forward_is_timed_from_its_own_start(monkeypatch):
     assert times == pytest.approx([4.0, 6.0, 6.0])
 
 
-def count(target, iteration, commit, *, draft, last=False):
+def count(target, iteration, commit, *, draft, last=False, verified=None):
     decision = Decision(GAMMA * len(commit) if draft else 0, draft, draft, 1.0, 1.0, LOW_LOAD)
     target.count(
         iteration=iteration,
         requests=len(commit),
         commit_lens=torch.tensor(commit) if draft else None,
+        verify_lens=None if verified is None else torch.tensor(verified, dtype=torch.int32),
         decision=decision,
         tier=0,
         last=last,
@@ -114,13 +115,13 @@ def test_steps_that_are_only_counted_say_what_was_committed_and_nothing_else():
     publish(steps, 1, [1], [7], 0.5)
     count(steps, 2, [3], draft=True)
     count(steps, 3, [1, 1], draft=False)
-    count(steps, 4, [2, 4], draft=True, last=True)
+    count(steps, 4, [2, 3], draft=True, last=True, verified=[2, 4])
     publish(steps, 5, [1], [7], 0.25)
     records = steps.collect(6)
     assert [record.observed for record in records] == [True, False, False, False, True]
     assert [record.drafted for record in records] == [True, True, False, True, True]
-    assert [record.commit_lens.tolist() for record in records] == [[2], [3], [1, 1], [2, 4], [2]]
-    assert [record.verify_lens.tolist() for record in records] == [[4], [4], [1, 1], [4, 4], [4]]
+    assert [record.commit_lens.tolist() for record in records] == [[2], [3], [1, 1], [2, 3], [2]]
+    assert [record.verify_lens.tolist() for record in records] == [[4], [4], [1, 1], [2, 4], [4]]
     assert [record.step_ms is not None for record in records[1:]] == [False, False, False, True]
     assert records[-1].follows, "the last counted step's end is the observed one's beginning"
     assert steps.read(np.array([1]), np.array([7]))[0][0, 0] == 0.25

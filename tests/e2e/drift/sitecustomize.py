@@ -82,21 +82,29 @@ def dear_profile(module: Any) -> None:
 
 
 def drift_clock_and_record(module: Any) -> None:
-    publish, collect = module.StepRelay.publish, module.StepRelay.collect
+    publish, count, collect = module.StepRelay.publish, module.StepRelay.count, module.StepRelay.collect
 
-    def published(self: Any, **values: Any) -> None:
-        lens, confidence, decision = values["verify_lens"], values["confidence"], values["decision"]
+    def noted(**values: Any) -> None:
+        lens, confidence, decision = values.get("verify_lens"), values.get("confidence"), values["decision"]
+        slots = values.get("slots")
         note(
             "steps",
             iteration=values["iteration"],
-            slots=values["slots"].tolist(),
+            slots=None if slots is None else slots.tolist(),
             draft=decision.draft,
             uniform=decision.uniform,
             budget=decision.budget,
             verify_lens=None if lens is None else lens.tolist(),
             confidence=None if confidence is None else confidence.tolist(),
         )
+
+    def published(self: Any, **values: Any) -> None:
+        noted(**values)
         publish(self, **values)
+
+    def counted(self: Any, **values: Any) -> None:
+        noted(**values)
+        count(self, **values)
 
     def collected(self: Any, iteration: int) -> list[Any]:
         records = []
@@ -106,7 +114,7 @@ def drift_clock_and_record(module: Any) -> None:
             records.append(dataclasses.replace(record, step_ms=ms))
         return records
 
-    module.StepRelay.publish, module.StepRelay.collect = published, collected
+    module.StepRelay.publish, module.StepRelay.count, module.StepRelay.collect = published, counted, collected
 
 
 FAULTS: dict[str, Callable[[Any], None]] = {

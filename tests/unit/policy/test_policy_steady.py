@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from sglang_adaptive.policy.budget import LOW_LOAD, TRIMMED, Decision
-from sglang_adaptive.policy.mode_choice import LOOK, LOOK_WHOLE
+from sglang_adaptive.policy.mode_choice import LOOK, LOOK_TRIMMED, LOOK_WHOLE
 from sglang_adaptive.policy.saturation import PROBE, SATURATED
 from sglang_adaptive.policy.steady import Steady
 
 WHOLE = Decision(7, True, True, 1.5, 3.0, LOW_LOAD)
 PLAIN = Decision(0, False, False, 1.0, 2.0, SATURATED)
+TRIM = Decision(12, True, False, 9.0, 3.0, TRIMMED)
 
 
 def schedule(steady: Steady, decisions: list[Decision], requests: int = 1) -> str:
@@ -33,7 +34,7 @@ def test_one_step_in_four_is_sized_after_a_streak(decision: Decision) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Decision(3, True, False, 1.5, 3.0, TRIMMED),
+        Decision(3, True, False, 1.5, 3.0, LOOK_TRIMMED),
         Decision(0, False, False, 1.0, 2.0, LOOK),
         Decision(7, True, True, 1.0, 2.0, LOOK_WHOLE),
         Decision(7, True, True, 1.0, 2.0, PROBE),
@@ -45,6 +46,41 @@ def test_another_decision_ends_the_streak_and_does_not_repeat_itself(other: Deci
     assert schedule(steady, [WHOLE] * 7) == "SSSSrrr"
     assert schedule(steady, [other] * 9) == "S" * 9
     assert schedule(steady, [WHOLE] * 6) == "SSSSrr"
+
+
+def test_trims_on_end_are_one_decision_whatever_their_budget() -> None:
+    steady = Steady(every=4, streak=9, every_trim=3, streak_trim=2, learn_steps=0)
+    trims = [Decision(budget, True, False, 9.0, 3.0, TRIMMED) for budget in (12, 13, 11, 12, 9, 12, 12, 14, 12)]
+    assert schedule(steady, trims, requests=4) == "SSSrrSrrS"
+    assert schedule(steady, [WHOLE] * 4, requests=4) == "rrSS"
+
+
+def test_no_trim_is_repeated_while_every_step_is_learned_from_nor_where_none_may_be() -> None:
+    assert schedule(Steady(every_trim=3, streak_trim=2, learn_steps=6), [TRIM] * 10) == "S" * 6 + "rrSr"
+    assert schedule(Steady(every_trim=0, streak_trim=2, learn_steps=0), [TRIM] * 10) == "S" * 10
+
+
+@pytest.mark.parametrize(
+    ("requests", "budget"),
+    [
+        (4, 12),  # as it was
+        (5, 19),  # 20 tokens are as far from 16 as from 24
+        (6, 18),  # 24 tokens are an edge
+        (3, 13),  # 12 tokens fit into 16
+        (2, 14),  # 8 fit as well, but two requests have 14 drafts
+    ],
+)
+def test_a_trim_is_repeated_at_the_nearest_edge(requests: int, budget: int) -> None:
+    steady = Steady()
+    steady.sized(TRIM, 4)
+    again = steady.again(TRIM, requests, 7, [16, 24, 32])
+    assert (again.budget, again.reason, again.uniform) == (budget, TRIMMED, False)
+
+
+def test_a_trim_beyond_the_tiers_or_without_any_keeps_its_share() -> None:
+    steady = Steady()
+    steady.sized(TRIM, 4)
+    assert steady.again(TRIM, 40, 7, [16, 24, 32]).budget == steady.again(TRIM, 40, 7, []).budget == 120
 
 
 def test_drafting_and_not_drafting_are_two_decisions() -> None:
