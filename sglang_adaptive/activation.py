@@ -156,11 +156,22 @@ def worker_class(server_args: Any) -> type:
     from sglang.srt.arg_groups.model_override_base import resolved_view
 
     from sglang_adaptive.options import Options
-    from sglang_adaptive.patches import eagle, eagle_sampling, min_p, registry, sampling, seeds, triton_ragged
+    from sglang_adaptive.patches import (
+        eagle,
+        eagle_sampling,
+        min_p,
+        packed_rows,
+        registry,
+        sampling,
+        seeds,
+        triton_ragged,
+    )
 
-    seeded = resolved_view(server_args).enable_deterministic_inference
-    registry.apply([*min_p.PATCHES, *(seeds.PATCHES if seeded else ())])
-    if Options.from_env(os.environ).triton_ragged and os.environ.get(RAGGED_MODE) == "compact":
+    view, packs = resolved_view(server_args), os.environ.get(RAGGED_MODE) == "compact"
+    registry.apply([*min_p.PATCHES, *(seeds.PATCHES if view.enable_deterministic_inference else ())])
+    if packs and view.device == "cuda":
+        registry.apply(packed_rows.PATCHES)
+    if packs and Options.from_env(os.environ).triton_ragged:
         registry.apply(triton_ragged.PATCHES)
     if _family is not family.DSPARK:
         from sglang_adaptive.runtime.eagle import AdaptiveEagleWorker

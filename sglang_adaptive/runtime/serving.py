@@ -13,6 +13,7 @@ from sglang_adaptive import ALGORITHM, __version__
 from sglang_adaptive.options import Options
 from sglang_adaptive.patches.registry import refuse_foreign_hooks
 from sglang_adaptive.policy.cost import CostModel
+from sglang_adaptive.runtime import packed_rows
 from sglang_adaptive.runtime.counters import Counters
 from sglang_adaptive.runtime.estimate import Estimate
 from sglang_adaptive.runtime.planner import StepPlanner
@@ -63,6 +64,8 @@ class AdaptiveServing:
                 "asked, and there is nothing to ask where all drafts are greedy (as under "
                 "--enable-deterministic-inference) or every draft is verified."
             )
+        if self.planner.ragged and torch.device(self.model_runner.device).type == "cuda":
+            packed_rows.compile_ahead(self.model_runner.device)
         self._cost = profile(self, self.options) if self.planner.ragged else CostModel.empty()
         self.planner.begin_serving(
             cost=self._cost,
