@@ -3,6 +3,10 @@
 Target verification is timed by token count, drafting by request count and acceptance by both, each through the very
 calls that serving makes (with CUDA graphs where they were captured). On the CPU these are eager forwards. What a draft
 is, the worker says; what a family runs in every step, with or without a draft, counts as verification.
+
+On a GPU a call has two times: what the host needs to launch it, and what the device needs for it. While steps overlap
+the longer one counts, so that is what the table holds: steps of a small model cost the same whatever they verify, as
+long as the host is the slower one.
 """
 
 from __future__ import annotations
@@ -31,9 +35,16 @@ from sglang_adaptive.runtime import seeds
 logger = logging.getLogger(__name__)
 
 REPLAYS = 5
+# Of the device alone, whose times vary less.
+DEVICE_REPLAYS = 3
 # A long call is timed less often, since its time varies less: twice where both times agree.
 LEAST_REPLAYS, ENOUGH_MS, AGREE = 2, 30.0, 0.05
 DRAFT_KV = 128
+# The device is kept busy for so much longer than a launch takes, so that the launch does not show in its time.
+_HEAD_START = 1.5
+_LONGEST_HEAD_START_MS = 100.0
+# Of a clock of 2 GHz: with a slower one the head start is longer.
+_CYCLES_PER_MS = 2_000_000
 # Tokens in the KV cache of a step: each size is timed at the two that about these many per request come to.
 KV_GRID = tuple(1024 * 4**power for power in range(8))
 KV_PER_REQUEST = (64, 1024)
@@ -112,6 +123,8 @@ def _key(worker: Any) -> dict[str, str]:
         "max_requests": runner.max_running_requests,
         "versions": [__version__, HOST_VERSION, torch.__version__],
     }
+    if device.type == "cuda":
+        facts["times"] = "the longer one of host and device"
     facts |= worker.profiled_facts
     if seeds.enabled():
         # The host then computes with other kernels.
@@ -135,6 +148,7 @@ class _Timer:
         self.seconds = seconds
         self.tiers = ragged_capture_num_tokens(model_runner=self.runner)
         self.max_requests = self.runner.max_running_requests
+        self._cuda = torch.device(self.device).type == "cuda"
         self._always = worker.profiled_always
         self._calls: dict[str, Callable[[int, int], Callable[[], Any]]] = {
             "verify": self._verify,
@@ -216,17 +230,38 @@ class _Timer:
         call = self._calls[kind](count, kv_length)
         call()
         times: list[float] = []
-        # Ranks must replay alike: rank 0 says how often.
-        while _broadcast(not _enough(times)):
-            self._synchronize()
-            started = time.perf_counter()
-            call()
-            self._synchronize()
-            times.append((time.perf_counter() - started) * 1e3)
-        return times
+        launches = [self._launch_ms(call)] if self._cuda else []
+        # Ranks must replay alike: rank 0 says how often, and how much of a head start a launch gets.
+        head_start_ms = _HEAD_START * _broadcast(launches[0]) if self._cuda else 0.0
+        while _broadcast(not _enough(times, DEVICE_REPLAYS if self._cuda else REPLAYS)):
+            if self._cuda:
+                times.append(self._device_ms(call, head_start_ms, launches))
+            else:
+                times.append(self._launch_ms(call))
+        return [max(ms, min(launches)) for ms in times] if launches else times
+
+    def _launch_ms(self, call: Callable[[], Any]) -> float:
+        """What the host needs to launch it on a device with nothing to do; without a GPU, all that it takes."""
+        self._synchronize()
+        started = time.perf_counter()
+        call()
+        return (time.perf_counter() - started) * 1e3
+
+    def _device_ms(self, call: Callable[[], Any], head_start_ms: float, launches: list[float]) -> float:
+        """What the device needs for it when everything is launched before it begins; the launch's time is appended."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._synchronize()
+        torch.cuda._sleep(int(min(head_start_ms, _LONGEST_HEAD_START_MS) * _CYCLES_PER_MS))
+        begin.record()
+        started = time.perf_counter()
+        call()
+        launches.append((time.perf_counter() - started) * 1e3)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
 
     def _synchronize(self) -> None:
-        if torch.device(self.device).type == "cuda":
+        if self._cuda:
             torch.cuda.synchronize()
 
     def _verify(self, tokens: int, kv_length: int) -> Any:
@@ -238,23 +273,28 @@ class _Timer:
         )
         offsets = torch.cat([torch.arange(length) for length in lens])
         seq_lens_cpu = torch.full((rows,), kv_length, dtype=torch.int64)
+        # Made once: copies from memory that is not pinned would wait for the device.
+        seq_lens, slots = seq_lens_cpu.to(self.device), self._zeros(rows)
+        packed = self._zeros(layout.graph_num_tokens)
+        positions = self._padded(offsets + kv_length, layout.graph_num_tokens)
+        extended_cpu = seq_lens_cpu + torch.tensor(lens)
         besides = None if self._always is None else self._always(rows, kv_length)
 
         def call() -> None:
             batch = ForwardBatch(
                 forward_mode=ForwardMode.TARGET_VERIFY,
                 batch_size=rows,
-                input_ids=self._zeros(layout.graph_num_tokens),
-                req_pool_indices=self._zeros(rows),
-                seq_lens=seq_lens_cpu.to(self.device),
-                out_cache_loc=self._zeros(layout.graph_num_tokens),
+                input_ids=packed,
+                req_pool_indices=slots,
+                seq_lens=seq_lens,
+                out_cache_loc=packed,
                 seq_lens_sum=rows * kv_length + tokens,
-                seq_lens_cpu=seq_lens_cpu + torch.tensor(lens),
-                positions=self._padded(offsets + kv_length, layout.graph_num_tokens),
+                seq_lens_cpu=extended_cpu,
+                positions=positions,
                 spec_algorithm=self.runner.spec_algorithm,
                 spec_info=DFlashVerifyInput(
-                    draft_token=self._zeros(layout.graph_num_tokens),
-                    positions=self._padded(offsets + kv_length, layout.graph_num_tokens),
+                    draft_token=packed,
+                    positions=positions,
                     draft_token_num=self.width,
                     custom_mask=None,
                     capture_hidden_mode=CaptureHiddenMode.FULL,
@@ -298,9 +338,9 @@ class _Timer:
         return torch.nn.functional.pad(values, (0, count - values.numel())).to(self.device)
 
 
-def _enough(times: list[float]) -> bool:
+def _enough(times: list[float], most: int) -> bool:
     """Whether a call was timed often enough, ``times`` in ms."""
-    if len(times) < LEAST_REPLAYS or len(times) >= REPLAYS:
-        return len(times) >= REPLAYS
+    if len(times) < LEAST_REPLAYS or len(times) >= most:
+        return len(times) >= most
     agree = len(times) > LEAST_REPLAYS or max(times) <= min(times) * (1 + AGREE)
     return agree and sum(times) >= ENOUGH_MS
