@@ -338,7 +338,7 @@ class _Timer:
         return torch.nn.functional.pad(values, (0, count - values.numel())).to(self.device)
 
 
-def _enough(times: list[float], most: int) -> bool:
+def _enough(times: list[float], most: int = REPLAYS) -> bool:
     """Whether a call was timed often enough, ``times`` in ms."""
     if len(times) < LEAST_REPLAYS or len(times) >= most:
         return len(times) >= most
