@@ -72,7 +72,7 @@ def window(
     """
     requests = begins.shape[0] - 1
     out = torch.empty((4, _aligned(rows)), dtype=torch.int64, device=begins.device)
-    _window[(requests + triton.cdiv(rows, _ROWS),)](
+    _window[(requests + -(-rows // _ROWS),)](
         begins.contiguous(),
         seq_lens.contiguous(),
         req_pool_indices.contiguous(),
@@ -89,7 +89,7 @@ def window(
         out.stride(0),
         _ROWS,
     )
-    return Window(*out[:, :rows].unbind(0))
+    return Window(*(out if out.shape[1] == rows else out[:, :rows]).unbind(0))
 
 
 class Padding:
@@ -109,8 +109,10 @@ class Padding:
     def lengths(self, capped: bool) -> Lengths:
         """Views of what was made, with the limit or without it."""
         at = 3 * self._stride if capped else 0
-        narrow, stride, slots = self._out.narrow, self._stride, self.slots
-        return Lengths(narrow(0, at, slots), narrow(0, at + stride, slots + 1), narrow(0, at + 2 * stride, slots))
+        begins, starts, slots = at + self._stride, at + 2 * self._stride, self.slots
+        return Lengths(
+            self._out[at : at + slots], self._out[begins : begins + slots + 1], self._out[starts : starts + slots]
+        )
 
 
 def kv_lengths(seq_lens: torch.Tensor, verify_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +121,7 @@ def kv_lengths(seq_lens: torch.Tensor, verify_lens: torch.Tensor) -> tuple[torch
     stride = _aligned(requests)
     out = torch.empty(stride + requests + 1, dtype=torch.int32, device=seq_lens.device)
     _kv_lengths[(1,)](seq_lens.contiguous(), verify_lens.contiguous(), out, requests, stride, _SLOTS)
-    return out.narrow(0, 0, requests), out.narrow(0, stride, requests + 1)
+    return out[:requests], out[stride:]
 
 
 def compile_ahead(device: torch.device | str) -> None:
