@@ -114,13 +114,13 @@ def _added(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Whole numbers in ``after``, alone, listed or nested, less what ``before`` had; other values are left out."""
+    """Whole numbers and ms in ``after``, alone, listed or nested, less what ``before`` had; the rest is left out."""
     result: dict[str, Any] = {}
     for key, value in after.items():
         earlier = before.get(key)
         if key in NOT_COUNTED or isinstance(value, bool):
             continue
-        if isinstance(value, int):
+        if isinstance(value, int) or (isinstance(value, float) and key.endswith("_ms")):
             result[key] = value - (earlier or 0)
         elif isinstance(value, dict):
             result[key] = difference(earlier or {}, value)

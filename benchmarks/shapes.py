@@ -2,7 +2,7 @@
 
 ``python -m sglang_adaptive.benchmarks shapes --out DIR qwen3-8b`` writes ``DIR/qwen3-8b/target`` and
 ``DIR/qwen3-8b/draft``, each a config.json and a tokenizer, to be served with ``--load-format dummy``. A step costs what
-it costs with the real weights; what is accepted says benchmarks/acceptance.py. The tokenizer knows a thousand words of
+it costs with the real weights; what is accepted says benchmarks/acceptance.py. The tokenizer knows 8000 words of
 its own: benchmarks send token ids and serve with ``--skip-tokenizer-init``, but the host's own profiler wants one.
 """
 
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WORDS = 1000
+# The host's profiler draws token ids from 1000 up to a thousand below the last one.
+WORDS = 8000
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ SHAPES = {
 
 
 def _tokenizer() -> dict[str, Any]:
-    """A tokenizer of whole words, w0 to w999, in the format of the tokenizers library."""
+    """A tokenizer of whole words, w0 to w7999, in the format of the tokenizers library."""
     return {
         "version": "1.0",
         "truncation": None,

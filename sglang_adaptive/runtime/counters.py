@@ -53,6 +53,8 @@ class Counters:
         self._timed_steps = 0
         self._predicted_ms = self._measured_ms = self._error_ms = 0.0
         self._by_load = np.zeros((LOADS, len(LOAD_COLUMNS)))
+        # Of the steps whose time is known: how many, and their ms.
+        self._by_decision = np.zeros((LOADS, len(DECISIONS), 2))
         self._calibration_error = CalibrationError(gamma)
         self._waiting: list[StepRecord] = []
 
@@ -98,10 +100,15 @@ class Counters:
             "calibration": self._calibration_error.as_dict(),
             "by_load": {
                 str(1 << load): dict(zip(LOAD_COLUMNS, row.tolist(), strict=True))
+                | {"by_decision": self._times_of(load)}
                 for load, row in enumerate(self._by_load)
                 if row[0]
             },
         }
+
+    def _times_of(self, load: int) -> dict[str, dict[str, float]]:
+        rows = zip(DECISIONS, self._by_decision[load].tolist(), strict=True)
+        return {name: {"timed_steps": int(steps), "measured_ms": ms} for name, (steps, ms) in rows if steps}
 
     def _fold(self) -> None:
         records, self._waiting = [record for record in self._waiting if len(record.slots)], []
@@ -133,7 +140,14 @@ class Counters:
             np.where(timed, measured, 0.0),
             np.where(timed, measured * requests, 0.0),
         ]
-        np.add.at(self._by_load, load_of(requests), np.stack(columns, axis=1))
+        loads = load_of(requests)
+        np.add.at(self._by_load, loads, np.stack(columns, axis=1))
+        decided = np.array([record.decision is not None for record in records]) & timed
+        kinds = [
+            DECISIONS.index(_name(record.decision)) for record, known in zip(records, decided, strict=True) if known
+        ]
+        times = np.stack([np.ones(len(kinds)), measured[decided]], axis=1)
+        np.add.at(self._by_decision, (loads[decided], np.array(kinds, np.int64)), times)
 
         drafted = [record for record in records if record.confidence is not None]
         self._fallbacks["invalid_confidence"] += sum(not all_valid(record.confidence) for record in drafted)
@@ -156,11 +170,14 @@ class Counters:
     def _count(self, decision: Decision | None) -> None:
         if decision is None:
             return
-        name = "not_drafted" if not decision.draft else "verify_all" if decision.uniform else "trimmed"
-        self._decisions[name] += 1
+        self._decisions[_name(decision)] += 1
         self._fallbacks["no_cost_table"] += decision.reason == NO_TABLE
         # The policy did without a draft, and the batch needed the host's full step.
         self._fallbacks["needs_draft"] += decision.draft and decision.reason.startswith("no draft:")
+
+
+def _name(decision: Decision) -> str:
+    return "not_drafted" if not decision.draft else "verify_all" if decision.uniform else "trimmed"
 
 
 def load_of(requests: np.ndarray) -> np.ndarray:

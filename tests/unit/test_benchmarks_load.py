@@ -200,6 +200,7 @@ def test_counters_are_subtracted_and_averages_are_not():
     before = {"steps": 2, "rank": 0, "accepted": [1, 2], "decisions": {"a": 1}, "accept_length": 1.1, "active": True}
     after = {"steps": 5, "rank": 0, "accepted": [4, 2], "decisions": {"a": 1, "b": 2}, "accept_length": 1.2, "new": 3}
     assert difference(before, after) == {"steps": 3, "accepted": [3, 0], "decisions": {"a": 0, "b": 2}, "new": 3}
+    assert difference({"measured_ms": 1.5, "mean": 1.0}, {"measured_ms": 4.0, "mean": 2.0}) == {"measured_ms": 2.5}
 
 
 def test_small_statistics():

@@ -94,6 +94,12 @@ def test_loads_are_powers_of_two_and_add_up():
         assert sums["timed_tokens"] == sum(r.commit_lens.sum() for r in timed)
         assert sums["measured_ms"] == pytest.approx(sum(r.step_ms for r in timed))
         assert sums["request_ms"] == pytest.approx(sum(r.step_ms * len(r.slots) for r in timed))
+        for name, decision in (("verify_all", ALL), ("trimmed", TRIM), ("not_drafted", NONE)):
+            times = [r.step_ms for r in timed if r.decision is decision]
+            assert (name in sums["by_decision"]) == bool(times)
+            if times:
+                assert sums["by_decision"][name]["timed_steps"] == len(times)
+                assert sums["by_decision"][name]["measured_ms"] == pytest.approx(sum(times))
     for name in ("steps", "requests", "verify_tokens", "committed_tokens", "wasted_tokens"):
         assert sum(sums[name] for sums in state["by_load"].values()) == state[name]
     assert load_of(np.array([1, 2, 3, 4, 1023, 1024, 10**6])).tolist() == [0, 1, 1, 2, 9, 10, 10]
