@@ -90,11 +90,14 @@ class Estimator:
         """[R, K] confidences from ``features``; NaN where a feature is NaN."""
         return sigmoid(np.einsum("rkd,kd->rk", seen, self._filter.weights))
 
-    def observe(self, seen: Floats, verified: Ints, accepted: Ints) -> None:
+    def observe(self, seen: Floats, verified: Ints, accepted: Ints, steps: int | None = None) -> None:
         """Learn from one step: its ``features``, drafts ``verified`` [R] and of those ``accepted`` [R].
 
-        Steps of few requests wait for each other.
+        Steps of few requests wait for each other, unless the caller already put so many ``steps`` together.
         """
+        if steps is not None:
+            self._filter.observe(seen, verified, accepted, steps)
+            return
         together = self._gather.add(seen, verified, accepted)
         if together is not None:
             steps, (seen, verified, accepted) = together
@@ -135,7 +138,7 @@ def estimate_on_device(
         entropy_weight = entropy_weight + sampled * for_sampled[2]
     total = constant + slope * odds + entropy_weight * spread + recent_weight * recent.unsqueeze(1)
     before = torch.nn.functional.pad(odds[:, :-1], (1, 0))
-    return torch.where(inside, torch.sigmoid(total + before_weight * before), float("nan"))
+    return torch.sigmoid(total + before_weight * before).masked_fill(~inside, float("nan"))
 
 
 def _odds(probability: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_adaptive.policy.logistic import logit
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer]
 
 _KEEP = 0.9
 _BELIEF = 4.0
+_LEAST_RATE = 1e-5
 
 
 class AcceptanceHistory:
@@ -34,13 +33,17 @@ class AcceptanceHistory:
 
     def relative(self, slots: Ints, generations: Ints) -> Floats:
         """[R] log-odds of the request's acceptance minus those of all requests; 0 for a request without history."""
-        average = self._all_accepted / self._all_decided
-        mine = np.where(self._generation[slots] == generations, 1.0, 0.0)
-        rate = (mine * self._accepted[slots] + _BELIEF * average) / (mine * self._decided[slots] + _BELIEF)
-        return logit(rate) - logit(np.array(average))
+        average = min(max(self._all_accepted / self._all_decided, _LEAST_RATE), 1.0 - _LEAST_RATE)
+        mine = self._generation[slots] == generations
+        accepted = mine * self._accepted[slots] + _BELIEF * average
+        decided = mine * self._decided[slots] + _BELIEF
+        return np.asarray(np.log(accepted / (decided - accepted)) - np.log(average / (1.0 - average)))
 
     def _forget_previous_owner(self, slots: Ints, generations: Ints) -> None:
-        new = slots[self._generation[slots] != generations]
+        others = self._generation[slots] != generations
+        if not others.any():
+            return
+        new = slots[others]
         self._accepted[new] = 0.0
         self._decided[new] = 0.0
         self._generation[slots] = generations

@@ -18,6 +18,11 @@ def async_h2d(values: torch.Tensor, device: Any) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+def async_fill(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` from the CPU into a tensor on the device, without waiting; they may change afterwards."""
+    into.copy_(values.pin_memory() if into.is_cuda else values, non_blocking=True)
+
+
 def compiled(
     function: Callable[..., torch.Tensor], examples: Iterable[tuple[tuple[Any, ...], dict[str, Any]]], what: str
 ) -> Callable[..., torch.Tensor]:

@@ -65,6 +65,7 @@ class AdaptiveEagleWorker(AdaptiveServing, host.EAGLEWorkerV2):
             ragged=ragged_verify_compact_enabled(),
         )
         self._confidence: torch.Tensor | None = None
+        self._accepted: torch.Tensor | None = None
         self.announce(activation.active_family().name)
 
     @property
@@ -73,19 +74,20 @@ class AdaptiveEagleWorker(AdaptiveServing, host.EAGLEWorkerV2):
 
     def init_cuda_graphs(self) -> None:
         """Capture as the host does, then profile what was captured."""
+        estimate = Estimate(
+            gamma=self.gamma,
+            num_slots=self.model_runner.req_to_token_pool.req_to_token.shape[0],
+            device=self.device,
+            learn=self.options.calibration,
+        )
+        if self.planner.ragged:
+            self._draft_worker.listen_for(estimate, self.planner.hears_draft)
         super().init_cuda_graphs()
         requests = self.model_runner.max_running_requests
         self._roots = torch.arange(requests, dtype=torch.int64, device=self.device).unsqueeze(1)
         self._no_successor = torch.full_like(self._roots, -1)
         self.planner.capture_widths(self.gamma + 1)
-        self.begin_serving(
-            Estimate(
-                gamma=self.gamma,
-                num_slots=self.model_runner.req_to_token_pool.req_to_token.shape[0],
-                device=self.device,
-                learn=self.options.calibration,
-            )
-        )
+        self.begin_serving(estimate)
 
     def forward_batch_generation(
         self,
@@ -95,14 +97,14 @@ class AdaptiveEagleWorker(AdaptiveServing, host.EAGLEWorkerV2):
         pp_proxy_tensors: Any = None,
     ) -> Any:
         # With overlap the device still runs the step before; the scheduler has no earlier place for EAGLE.
-        planner, prefix_lens = self.planner, batch.seq_lens
+        planner = self.planner
         planner.size(batch)
         planner.begin_step()
 
         def publish(new_seq_lens: torch.Tensor) -> None:
             if planner.decision is not None:
                 if planner.decision.draft:
-                    planner.publish(confidence=self._confidence, commit_lens=new_seq_lens - prefix_lens)
+                    planner.publish(confidence=self._confidence, commit_lens=self._accepted)
                 else:
                     planner.publish(confidence=None, commit_lens=None)
             if on_publish is not None:
@@ -110,28 +112,30 @@ class AdaptiveEagleWorker(AdaptiveServing, host.EAGLEWorkerV2):
 
         if planner.decision is not None and not planner.decision.draft:
             return self._step_without_draft(batch, publish, grammar_barrier)
+        if planner.decision is not None and planner.hears_draft():
+            self._draft_worker.ask(batch)
         return super().forward_batch_generation(batch, publish, grammar_barrier, pp_proxy_tensors)
 
     def verify(self, batch: Any, pp_proxy_tensors: Any = None, grammar_barrier: Any = None) -> Any:
         """Called by the host after the draft, ``batch.spec_info`` is the verification's input."""
-        layout = None if self.planner.decision is None else self._allocate(batch)
+        layout = None if self.planner.decision is None else self._allocate(len(batch.seq_lens))
         if layout is None:
             with self.planner.fixed_width():
-                return super().verify(batch, pp_proxy_tensors, grammar_barrier)
-        if not self.planner.decision.uniform:
-            eagle_verify.cut(batch.spec_info, layout.verify_lens)
-        return eagle_verify.run(self, batch, layout, grammar_barrier)
+                result = super().verify(batch, pp_proxy_tensors, grammar_barrier)
+        else:
+            if not self.planner.decision.uniform:
+                eagle_verify.cut(batch.spec_info, layout.verify_lens)
+            result = eagle_verify.run(self, batch, layout, grammar_barrier)
+        # Tokens that are committed, with the one that the target adds: [R] int32.
+        self._accepted = result.accept_lens
+        return result
 
-    def _allocate(self, batch: Any) -> Any:
-        max_probability, entropy = self._draft_worker.distributions(batch.req_pool_indices)
-        sampling = batch.sampling_info
-        # The host gives greedy requests a temperature of 1 and the likeliest token only.
-        temperature = torch.where(sampling.top_ks > 1, sampling.temperatures.view(-1).float(), 0.0)
-        self._confidence = self.planner.estimate.confidence(max_probability, entropy, temperature)
-        # The margins, which nothing but the trace would read, are not computed.
-        unseen = torch.full_like(entropy, float("nan"))
-        self.planner.see_draft(torch.cat([max_probability, entropy, unseen, temperature.unsqueeze(1)], dim=1))
-        return self.planner.layout(len(entropy), self._confidence)
+    def _allocate(self, requests: int) -> Any:
+        self._confidence = None
+        if self.planner.hears_draft():
+            self._confidence, columns = self._draft_worker.told(requests)
+            self.planner.see_draft(columns)
+        return self.planner.layout(requests, self._confidence)
 
     # -- a step without a draft --
 

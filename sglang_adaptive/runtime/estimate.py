@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_adaptive.policy.estimator import Estimator, estimate_on_device, features
+from sglang_adaptive.policy.estimator import Estimator, features
+from sglang_adaptive.policy.gather import Gather
 from sglang_adaptive.policy.history import AcceptanceHistory
-from sglang_adaptive.runtime.device import async_h2d
+from sglang_adaptive.runtime.device import async_fill, async_h2d
 from sglang_adaptive.runtime.relay import StepRecord
 from sglang_adaptive.runtime.trace_features import DraftFeatures, width
 
@@ -18,7 +19,10 @@ SEND_STEPS = 16
 
 
 class Estimate:
-    """Fits the policy's estimator on the CPU to finished steps, and applies it on the device to the running one.
+    """Fits the policy's estimator on the CPU to finished steps; on the device it is applied to the running one.
+
+    There lies what that takes, at places that stay, so that CUDA graphs may read them: ``coefficients`` [8, K], with a
+    ``head`` [9, K], and without one ``by_slot`` [slots], the recent acceptance of each slot's request.
 
     Everything that it sees of a draft at position j depends on the tokens before j: the maximum and the entropy of the
     distribution at j, and how many drafts of the request were accepted in finished steps. The token that was drafted at
@@ -30,16 +34,24 @@ class Estimate:
         self._device, self._gamma, self.learning, self.head = device, gamma, learn, head
         self._estimator = Estimator(gamma, head)
         self._history = AcceptanceHistory(num_slots)
+        self._gather = Gather()
         self._recent: dict[int, np.ndarray] = {}
-        self._version, self._steps = -1, 0
+        self._version, self._steps = self._estimator.version, 0
         self._live: torch.Tensor | None = None
-        self._send()
+        self._table = torch.zeros(num_slots, dtype=torch.float32)
+        self._known = self._table.numpy()
+        self.coefficients = self._learned().to(device)
+        self.by_slot = torch.zeros(num_slots, dtype=torch.float32, device=device)
 
     def begin(self, iteration: int, slots: np.ndarray, generations: np.ndarray) -> None:
         """Note what is known of the R requests of the step that comes next; on the CPU, before its launch."""
-        recent = self._history.relative(slots, generations)
+        recent = self._history.relative(slots, generations).astype(np.float32)
         self._recent[iteration] = recent
-        self._live = async_h2d(torch.from_numpy(recent.astype(np.float32)), self._device)
+        if self.head:
+            self._live = async_h2d(torch.from_numpy(recent), self._device)
+            return
+        self._known[slots] = recent
+        async_fill(self.by_slot, self._table)
 
     @property
     def columns(self) -> int:
@@ -52,14 +64,7 @@ class Estimate:
         While steps are profiled, nothing is known of any request.
         """
         known = self._live is not None and len(self._live) == requests
-        return self._live if known else torch.zeros(requests, device=self._device), self._coefficients
-
-    def confidence(
-        self, max_probability: torch.Tensor, entropy: torch.Tensor, temperature: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[R, K] float32 from the running step's distributions, both [R, K], and temperatures [R], 0 for greedy ones
-        (None: all are); NaN where a maximum is no probability."""
-        return estimate_on_device(max_probability, entropy, self._live, self._coefficients, temperature)
+        return self._live if known else torch.zeros(requests, device=self._device), self.coefficients
 
     def learn(self, record: StepRecord) -> None:
         """Learn from a finished step, whose ``extra`` are as ``columns`` says; in order."""
@@ -70,16 +75,19 @@ class Estimate:
         self._history.observe(record.slots, record.generations, verified, accepted)
         if not self.learning:
             return
-        seen, of_head = DraftFeatures.of(record.extra, self._gamma), None
-        if self.head:
-            of_head = record.extra[:, width(self._gamma) :]
-        known = features(seen.max_probability, seen.entropy, recent, seen.temperature, of_head)
-        self._estimator.observe(known, verified, accepted)
+        together = self._gather.add(record.extra, recent, verified, accepted)
+        if together is not None:
+            steps, (extra, recent, verified, accepted) = together
+            self._estimator.observe(self._features(extra, recent), verified, accepted, steps)
         self._steps += 1
         if self._steps % SEND_STEPS == 0 and self._estimator.version != self._version:
-            self._send()
+            self._version = self._estimator.version
+            async_fill(self.coefficients, self._learned())
 
-    def _send(self) -> None:
-        self._version = self._estimator.version
-        coefficients = torch.from_numpy(self._estimator.coefficients.astype(np.float32))
-        self._coefficients = async_h2d(coefficients, self._device)
+    def _features(self, extra: np.ndarray, recent: np.ndarray) -> np.ndarray:
+        seen = DraftFeatures.of(extra, self._gamma)
+        of_head = extra[:, width(self._gamma) :] if self.head else None
+        return features(seen.max_probability, seen.entropy, recent, seen.temperature, of_head)
+
+    def _learned(self) -> torch.Tensor:
+        return torch.from_numpy(self._estimator.coefficients.astype(np.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,10 +14,11 @@ from sglang_adaptive.platform_cpu.chains import sample_chain_target_only, verify
 from sglang_adaptive.platform_cpu.kernels import chain_speculative_sampling
 from sglang_adaptive.policy.estimator import Estimator, features
 from sglang_adaptive.runtime import eagle_verify
-from sglang_adaptive.runtime.eagle_draft import distribution
+from sglang_adaptive.runtime.eagle_draft import distribution, tell
 from sglang_adaptive.runtime.estimate import SEND_STEPS, Estimate
 from sglang_adaptive.runtime.layouts import Layouts
 from sglang_adaptive.runtime.relay import StepRecord
+from sglang_adaptive.runtime.trace_features import DraftFeatures
 
 ROWS, SLOTS, VOCAB = 4, 5, 11
 
@@ -129,6 +131,16 @@ def record(iteration, maxima, entropies, verified, accepted):
     )
 
 
+def told(estimate, maxima, entropies, temperature, slots=None):
+    """Of requests in ``slots``, whose first drafts the draft-extends before kept by slot."""
+    rows = len(maxima)
+    slots = torch.arange(rows) if slots is None else slots
+    drafted = torch.stack([torch.as_tensor(maxima), torch.as_tensor(entropies)], dim=2)
+    first, asked = torch.zeros(len(estimate.by_slot), 2), torch.full((len(estimate.by_slot),), float("nan"))
+    first[slots], asked[slots] = drafted[:, 0], temperature
+    return tell(first, drafted[:, 1:], asked, estimate.by_slot, estimate.coefficients, slots)
+
+
 def test_the_estimate_believes_the_draft_at_first_and_then_what_happened():
     generator = np.random.default_rng(2)
     rows, gamma = 32, 3
@@ -137,7 +149,7 @@ def test_the_estimate_believes_the_draft_at_first_and_then_what_happened():
     entropies = np.full((rows, gamma), 0.5, np.float32)
 
     def confidence():
-        return estimate.confidence(torch.from_numpy(maxima), torch.from_numpy(entropies), torch.ones(rows))
+        return told(estimate, maxima, entropies, torch.ones(rows))[0]
 
     slots, generations = np.arange(rows), np.zeros(rows, np.int64)
     estimate.begin(0, slots, generations)
@@ -153,12 +165,50 @@ def test_the_estimate_believes_the_draft_at_first_and_then_what_happened():
 
 
 def test_the_device_estimates_what_the_policy_does():
-    estimate = Estimate(gamma=3, num_slots=8, device="cpu")
-    estimate.begin(1, np.arange(8), np.zeros(8, np.int64))
-    maxima, entropies = torch.rand(8, 3), torch.rand(8, 3)
-    maxima[2, 1] = float("nan")
-    wanted = Estimator(3).confidence(features(maxima.numpy(), entropies.numpy(), np.zeros(8)))
-    np.testing.assert_allclose(estimate.confidence(maxima, entropies).numpy(), wanted, atol=1e-5)
+    """By slot: the requests of a batch stand in any order, and others were served in between."""
+    generator = np.random.default_rng(3)
+    estimate, gamma = Estimate(gamma=3, num_slots=12, device="cpu"), 3
+    slots, generations = torch.tensor([7, 2, 9, 4]), np.array([1, 1, 2, 5])
+    for step in range(40):
+        estimate.begin(step, slots.numpy(), generations)
+        maxima, entropies = generator.random((4, gamma), np.float32), generator.random((4, gamma), np.float32)
+        accepted = np.minimum(generator.geometric(0.4 + 0.1 * np.arange(4)) - 1, gamma)
+        seen = record(step, maxima, entropies, np.full(4, gamma), accepted)
+        estimate.learn(replace(seen, slots=slots.numpy(), generations=generations))
+    estimate.begin(40, slots.numpy(), generations)
+    rows = torch.tensor([2, 0, 3])
+    recent = estimate._history.relative(slots[rows].numpy(), generations[rows])
+    assert np.unique(recent).size == 3 and np.abs(recent).min() > 0.01
+    temperature, maxima[2, 2] = torch.tensor([0.0, 1.0, 0.6]), float("nan")
+    confidence, columns = told(estimate, maxima[rows], entropies[rows], temperature, slots[rows])
+    plain = Estimator(gamma)
+    plain._filter._mean[:] = estimate.coefficients.numpy().T
+    plain._filter.samples[:] = plain._filter.min_samples
+    wanted = plain.confidence(features(maxima[rows], entropies[rows], recent, temperature.numpy()))
+    assert np.isnan(wanted[0, 2]) and np.isfinite(wanted).sum() == 8
+    np.testing.assert_allclose(confidence.numpy(), wanted, atol=1e-5)
+    assert columns.shape == (3, estimate.columns)
+    heard = DraftFeatures.of(columns.numpy(), gamma)
+    np.testing.assert_array_equal(heard.max_probability, maxima[rows])
+    np.testing.assert_array_equal(heard.entropy, entropies[rows])
+    assert heard.temperature.tolist() == temperature.tolist() and np.isnan(heard.margin).all()
+
+
+def test_learning_step_by_step_is_learning_together():
+    """What the estimate gathers before it makes features of it is what the estimator would have gathered."""
+    generator = np.random.default_rng(4)
+    estimate, plain, rows = Estimate(gamma=3, num_slots=4, device="cpu"), Estimator(3), 3
+    slots, generations = np.arange(rows), np.zeros(rows, np.int64)
+    for step in range(200):
+        estimate.begin(step, slots, generations)
+        recent = estimate._recent[step]
+        maxima, entropies = generator.random((rows, 3), np.float32), generator.random((rows, 3), np.float32)
+        accepted = np.minimum(generator.geometric(0.4, rows) - 1, 3)
+        estimate.learn(record(step, maxima, entropies, np.full(rows, 3), accepted))
+        seen = features(maxima, entropies, recent, np.ones(rows))
+        plain.observe(seen, np.full(rows, 3), accepted)
+    assert estimate._estimator.version == plain.version > 0
+    np.testing.assert_array_equal(estimate._estimator.coefficients, plain.coefficients)
 
 
 def test_a_step_without_a_draft_teaches_nothing_and_is_forgotten():
