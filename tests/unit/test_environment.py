@@ -112,3 +112,10 @@ def test_a_machine_without_python_is_told(tmp_path):
         check=False,
     )
     assert result.returncode == 1 and "no Python 3.11" in result.stderr
+
+
+def test_every_test_module_has_a_name_of_its_own():
+    """pytest imports them by it, and one run of all of them would stop at the second."""
+    paths = [path for path in Path(__file__).parents[1].rglob("test_*.py") if "__pycache__" not in path.parts]
+    names = [path.name for path in paths]
+    assert len(names) > 50 and sorted(set(names)) == sorted(names)
