@@ -75,11 +75,19 @@ class Steady:
         self.repeated += 1
         return True
 
-    def again(self, decision: Decision, requests: int, gamma: int, tiers: Sequence[int]) -> Decision:
+    def again(
+        self,
+        decision: Decision,
+        requests: int,
+        gamma: int,
+        tiers: Sequence[int],
+        least: int = 0,
+        most: int | None = None,
+    ) -> Decision:
         """The sized ``decision`` for the R requests of a step that repeats it; ``gamma`` is K.
 
         Of a trim as many tokens per request, in the nearest of ``tiers`` (ascending; tokens up to a tier's edge are
-        free) that the batch can fill.
+        free) that the batch can fill with ``least`` to ``most`` drafts (K if None) of each request.
         """
         if decision.reason != TRIMMED or requests == self._requests:
             return decision.for_requests(requests, gamma)
@@ -89,4 +97,5 @@ class Steady:
             place -= 1
         if place < len(tiers):
             tokens = tiers[place]
-        return decision.with_budget(min(max(tokens - requests, 0), requests * gamma))
+        most = gamma if most is None else most
+        return decision.with_budget(min(max(tokens - requests, requests * least), requests * most))

@@ -73,6 +73,7 @@ class StepPlanner:
         self._steady = Steady()
         self._may_repeat = self._repeating = False
         self._edges: list[int] = []
+        self._bounds = 0, gamma
         self._requests = 0
 
     def capture_widths(self, *widths: int) -> None:
@@ -127,6 +128,7 @@ class StepPlanner:
         if not trims:
             self._steady.every_trim = 0
         self._edges = cost.tiers.tolist() if cost.capture_limit else []
+        self._bounds = config.min_len - 1, min(self.gamma, config.max_len - 1)
         if options.priority_weight > 0:
             self._priorities = Priorities(options.priority_weight, get_schedule().schedule_low_priority_values_first)
         if torch.device(self.device).type == "cuda":
@@ -162,7 +164,7 @@ class StepPlanner:
         decodes = not (batch.forward_mode.is_extend() or batch.is_extend_in_batch or requests == 0)
         if decodes and self._may_repeat and self._steady.repeats(requests):
             self._repeating, self._requests = True, requests
-            self.decision = self._steady.again(last, requests, self.gamma, self._edges)
+            self.decision = self._steady.again(last, requests, self.gamma, self._edges, *self._bounds)
             if self._trace is not None:
                 self._see_rows(batch)
             return

@@ -201,9 +201,9 @@ class StepRelay:
         generations: np.ndarray | None = None,
         kv_tokens: float = 0.0,
     ) -> None:
-        """A step that is only counted was just launched; ``commit_lens`` and ``verify_lens`` [R] as in ``publish``. The next one will be
-        published if it is the ``last`` such: its time counts from this one's end. Whose rows they are, and the
-        ``kv_tokens``, only a trace asks."""
+        """A step that is only counted was just launched; ``commit_lens`` and ``verify_lens`` [R] as in ``publish``. The
+        next one will be published if it is the ``last`` such: its time counts from this one's end. Whose rows they are,
+        and the ``kv_tokens``, only a trace asks."""
         landing = None
         if commit_lens is not None:
             landing = self._landing()

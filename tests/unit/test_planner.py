@@ -73,6 +73,7 @@ def planner_with(engine, steady):
         _trace=None,
         _relay=SimpleNamespace(collect=lambda iteration: [], read=lambda slots, generations: (None, None)),
         _edges=[8, 12, 16],
+        _bounds=(0, 3),
     )
     return made
 

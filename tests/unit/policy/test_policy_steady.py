@@ -77,6 +77,13 @@ def test_a_trim_is_repeated_at_the_nearest_edge(requests: int, budget: int) -> N
     assert (again.budget, again.reason, again.uniform) == (budget, TRIMMED, False)
 
 
+def test_a_repeated_trim_keeps_to_the_bounds_of_each_request() -> None:
+    steady = Steady()
+    steady.sized(TRIM, 4)
+    assert steady.again(TRIM, 7, 7, [8, 16, 64], least=2).budget == 14
+    assert steady.again(TRIM, 2, 7, [16], most=4).budget == 8
+
+
 def test_a_trim_beyond_the_tiers_or_without_any_keeps_its_share() -> None:
     steady = Steady()
     steady.sized(TRIM, 4)
