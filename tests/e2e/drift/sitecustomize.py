@@ -131,6 +131,8 @@ if not FOLDER:
 class _Finder(importlib.abc.MetaPathFinder):
     """Lets the usual finders find a module, and applies its fault once it has been executed."""
 
+    of_adaptive_tests = True
+
     def __init__(self) -> None:
         self._busy = False
 
@@ -153,6 +155,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 # A child that is a fork of a warm interpreter runs this file a second time.
-_there = any(type(finder).__qualname__ == _Finder.__qualname__ for finder in sys.meta_path)
+_there = any(getattr(finder, "of_adaptive_tests", False) for finder in sys.meta_path)
 if not _there and (FOLDER or os.environ.get("ADAPTIVE_TEST_COSTS")):
     sys.meta_path.insert(0, _Finder())
