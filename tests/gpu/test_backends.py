@@ -91,6 +91,7 @@ def test_greedy_tokens_are_those_of_fixed_verification(reference, schedule, pair
     with Server(target, *arguments, log_dir=log_dir, environment=environment) as server:
         found = agreement(stock.ids, ask(server, PROMPTS, TOKENS, len(PROMPTS)))
         decisions, log = server.adaptive_state()["decisions"], server.log_text()
+    assert "step costs are made up" in log
     record_property("ours", str(found))
     record_property("stock against itself", str(stock.control))
     print(f"\n{backend} {mode} {schedule}: ours {found}; stock against itself {stock.control}; {decisions}")

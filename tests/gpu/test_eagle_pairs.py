@@ -50,7 +50,8 @@ def test_greedy_tokens_are_those_of_the_host_s_chain(family, mode, request, log_
     with Server(target, *ours, *arguments, log_dir=log_dir, environment=environment) as server:
         found = agreement(expected, ask(server, PROMPTS, TOKENS, len(PROMPTS)))
         few = agreement(expected, ask(server, PROMPTS, TOKENS, 4))
-        decisions = server.adaptive_state()["decisions"]
+        decisions, log = server.adaptive_state()["decisions"], server.log_text()
+    assert "step costs are made up" in log
     print(f"\n{family} {mode}: ours {found}, four at a time {few}; stock against itself {control}; {decisions}")
     assert decisions["trimmed"] > 20, decisions
     assert_no_worse(found, control, TOKENS)
