@@ -53,8 +53,8 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         if self.objective not in ("ratio", "rate"):
             raise ValueError(f"objective is {self.objective!r}, allowed are 'ratio' and 'rate'")
-        if not 0 <= self.min_gain < 1:
-            raise ValueError(f"min_gain is {self.min_gain}, allowed are 0 up to but not including 1")
+        if not 0 <= self.min_gain <= 1:
+            raise ValueError(f"min_gain is {self.min_gain}, allowed are 0 to 1")
         if not 0 <= self.trim_ms < 1e3:
             raise ValueError(f"trim_ms is {self.trim_ms}, allowed are 0 up to but not including 1000 ms")
         if self.min_len < 1:

@@ -118,10 +118,10 @@ class StepPlanner:
             self._trace = TraceRecorder(options.trace, self.gamma, meta=describe(self.model_runner))
         self._ones = torch.ones(max_requests, dtype=torch.int32, device=self.device)
         self._log_every = options.log_decisions == "every"
-        # An estimate without a head learns from every step of a request.
-        self._may_repeat = not self._log_every and (estimate is None or estimate.head)
-        # A trace wants the confidences of every step, and an estimate makes them of what it heard in every step.
-        trims = self._may_repeat and estimate is None and options.trace is None and not options.priority_weight
+        self._may_repeat = not self._log_every
+        # A trace wants the confidences of every step.
+        heads = estimate is not None and estimate.head
+        trims = self._may_repeat and not heads and options.trace is None and not options.priority_weight
         if self._group.world_size > 1:
             # Ranks on other machines may have been given other options.
             self._may_repeat, trims = self._group.broadcast_object((self._may_repeat, trims), src=0)
@@ -146,7 +146,10 @@ class StepPlanner:
 
     def hears_draft(self) -> bool:
         """Whether the running step's confidences matter; while steps are profiled they cost what they do in those."""
-        return self._engine is None or (self.decision is not None and not self._repeating)
+        if self._engine is None or self.decision is None:
+            return self._engine is None
+        # Of a repeated decision only a trim hands out shares.
+        return not self._repeating or (self.decision.draft and not self.decision.uniform)
 
     def see_draft(self, columns: torch.Tensor) -> None:
         """Keep what the estimate and the trace want to know of the draft of the step that is being launched."""

@@ -103,7 +103,7 @@ def test_the_recent_acceptance_of_another_batch_is_not_taken():
     assert len(ours.live(R)[0]) == R and len(ours.live(5)[0]) == 5
 
 
-def test_a_decision_that_is_repeated_is_not_heard():
+def test_a_decision_that_is_repeated_is_heard_if_it_trims():
     from sglang_adaptive.runtime.planner import StepPlanner
 
     planner = SimpleNamespace(_engine=None, decision=None, _repeating=False)
@@ -114,4 +114,9 @@ def test_a_decision_that_is_repeated_is_not_heard():
     planner.decision = Decision(0, True, True, 1.0, 1.0, "test")
     assert hears(planner)
     planner._repeating = True
+    assert not hears(planner)
+    # A trim hands out shares all the same.
+    planner.decision = Decision(2, True, False, 1.0, 1.0, "test")
+    assert hears(planner)
+    planner.decision = Decision(0, False, False, 1.0, 1.0, "test")
     assert not hears(planner)
