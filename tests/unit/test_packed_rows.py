@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted import found_by
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_adaptive.patches import packed_rows as patches
@@ -21,12 +18,7 @@ SCRIPT = Path(__file__).parents[1] / "packed_cases.py"
 @pytest.fixture(scope="module")
 def found() -> dict:
     """What the script found under Triton's interpreter, which must be asked for before the host is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "SGLANG_PLUGINS": "none"}
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return found_by(SCRIPT)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,13 @@ it verifies every draft token, with the reason."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from interpreted import found_by
 from sglang.srt.arg_groups import overrides
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.model_executor.cuda_graph_config import default_cuda_graph_config
@@ -27,12 +25,7 @@ SCRIPT = Path(__file__).parents[1] / "triton_packed.py"
 @pytest.fixture(scope="module")
 def found() -> dict:
     """What the script found under Triton's interpreter, which must be asked for before the host is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "SGLANG_PLUGINS": "none"}
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return found_by(SCRIPT)
 
 
 def test_packed_rows_attend_to_what_they_should(found):
