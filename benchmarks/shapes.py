@@ -2,8 +2,8 @@
 
 ``python -m sglang_adaptive.benchmarks shapes --out DIR qwen3-8b`` writes ``DIR/qwen3-8b/target`` and
 ``DIR/qwen3-8b/draft``, each a config.json and a tokenizer, to be served with ``--load-format dummy``. A step costs what
-it costs with the real weights; what is accepted says benchmarks/acceptance.py. The tokenizer knows 8000 words of
-its own: benchmarks send token ids and serve with ``--skip-tokenizer-init``, but the host's own profiler wants one.
+it costs with the real weights; what is accepted says benchmarks/acceptance.py. The tokenizer knows at most
+8000 words of its own: benchmarks send token ids and serve with ``--skip-tokenizer-init``, but the host's own profiler wants one.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ SHAPES = {
 }
 
 
-def _tokenizer() -> dict[str, Any]:
-    """A tokenizer of whole words, w0 to w7999, in the format of the tokenizers library."""
+def _tokenizer(vocabulary: int) -> dict[str, Any]:
+    """A tokenizer of whole words, w0, w1 and so on, in the format of the tokenizers library."""
+    words = {f"w{place}": place for place in range(min(WORDS, vocabulary - 1))}
     return {
         "version": "1.0",
         "truncation": None,
@@ -119,7 +120,7 @@ def _tokenizer() -> dict[str, Any]:
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {f"w{place}": place for place in range(WORDS)}, "unk_token": "w0"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
     }
 
 
@@ -130,7 +131,7 @@ def write(name: str, folder: Path) -> tuple[Path, Path]:
     for path, config in zip(paths, (shape.target(), shape.draft()), strict=True):
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        (path / "tokenizer.json").write_text(json.dumps(_tokenizer()) + "\n")
+        (path / "tokenizer.json").write_text(json.dumps(_tokenizer(shape.vocabulary)) + "\n")
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "unk_token": "w0",

@@ -98,4 +98,7 @@ class Steady:
         if place < len(tiers):
             tokens = tiers[place]
         most = gamma if most is None else most
-        return decision.with_budget(min(max(tokens - requests, requests * least), requests * most))
+        budget = min(max(tokens - requests, requests * least), requests * most)
+        if budget == requests * gamma:
+            return Decision(budget, True, True, 0.0, 0.0, decision.reason)
+        return decision.with_budget(budget)

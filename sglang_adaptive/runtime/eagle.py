@@ -240,7 +240,9 @@ class AdaptiveEagleWorker(AdaptiveServing, host.EAGLEWorkerV2):
         zeros = torch.zeros(requests, dtype=torch.int64, device=self.device)
         batch.forward_mode, batch.req_pool_indices = ForwardMode.DECODE, zeros
         batch.seq_lens_cpu = torch.full((requests,), kv_length, dtype=torch.int64)
-        batch.seq_lens, batch.seq_lens_sum = batch.seq_lens_cpu.to(self.device), requests * kv_length
+        # Filled on the device: a copy would wait for it, in the middle of what is timed.
+        batch.seq_lens = torch.full((requests,), kv_length, dtype=torch.int64, device=self.device)
+        batch.seq_lens_sum = requests * kv_length
         batch.multimodal_inputs = [None] * requests
         hidden_size, dtype = get_draft_recurrent_hidden_state_spec(draft.draft_runner)
         batch.spec_info = EagleDraftInput(

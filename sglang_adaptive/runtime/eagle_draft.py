@@ -131,6 +131,9 @@ class AdaptiveEagleDraftWorker(host.EagleDraftWorker):
         self._heard = None
         draft_input = super()._draft_extend_for_prefill(batch, *args, **kwargs)
         self._keep_first(batch.req_pool_indices)
+        if self._estimate is not None and len(batch.req_pool_indices):
+            # Nothing is known of these requests: what their slots hold is of the ones before them.
+            self._estimate.by_slot.index_fill_(0, batch.req_pool_indices.long(), 0.0)
         return draft_input
 
     def _draft_extend_for_decode(self, batch: Any, batch_result: Any, **kwargs: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.speculative.dspark_components.dspark_planner import ragged_capture_num_tokens
 
 from sglang_adaptive.options import Options
 from sglang_adaptive.policy.allocation import allocate
@@ -127,7 +128,7 @@ class StepPlanner:
             self._may_repeat, trims = self._group.broadcast_object((self._may_repeat, trims), src=0)
         if not trims:
             self._steady.every_trim = 0
-        self._edges = cost.tiers.tolist() if cost.capture_limit else []
+        self._edges = ragged_capture_num_tokens(model_runner=self.model_runner) or []
         self._bounds = config.min_len - 1, min(self.gamma, config.max_len - 1)
         if options.priority_weight > 0:
             self._priorities = Priorities(options.priority_weight, get_schedule().schedule_low_priority_values_first)

@@ -25,7 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_model, get_parallel, get_spec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dspark_components.dspark_planner import ragged_capture_num_tokens
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
 
 from sglang_adaptive import HOST_VERSION, __version__
 from sglang_adaptive.options import Options
@@ -268,9 +268,14 @@ class _Timer:
         rows = self._rows(tokens)
         base, rest = divmod(tokens, rows)
         lens = [base + 1] * rest + [base] * (rows - rest)
-        layout = RaggedVerifyLayout.from_verify_lens(
-            verify_lens_cpu=lens, device=self.device, grid=self.tiers or [tokens], graph_num_tokens_floor=tokens
-        )
+        if self.tiers:
+            # As serving makes them: what the host is told of lengths on the CPU, it does not lay out in the same way.
+            layout = RaggedVerifyLayout.from_verify_lens_device(
+                verify_lens=torch.tensor(lens, dtype=torch.int32, device=self.device),
+                graph_num_tokens=round_up_grid(tokens, self.tiers),
+            )
+        else:
+            layout = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lens, device=self.device, grid=[tokens])
         offsets = torch.cat([torch.arange(length) for length in lens])
         seq_lens_cpu = torch.full((rows,), kv_length, dtype=torch.int64)
         # Made once: copies from memory that is not pinned would wait for the device.

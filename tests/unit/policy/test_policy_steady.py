@@ -67,7 +67,6 @@ def test_no_trim_is_repeated_while_every_step_is_learned_from_nor_where_none_may
         (5, 19),  # 20 tokens are as far from 16 as from 24
         (6, 18),  # 24 tokens are an edge
         (3, 13),  # 12 tokens fit into 16
-        (2, 14),  # 8 fit as well, but two requests have 14 drafts
     ],
 )
 def test_a_trim_is_repeated_at_the_nearest_edge(requests: int, budget: int) -> None:
@@ -75,6 +74,13 @@ def test_a_trim_is_repeated_at_the_nearest_edge(requests: int, budget: int) -> N
     steady.sized(TRIM, 4)
     again = steady.again(TRIM, requests, 7, [16, 24, 32])
     assert (again.budget, again.reason, again.uniform) == (budget, TRIMMED, False)
+
+
+def test_a_repeated_trim_that_comes_to_everything_needs_no_shares() -> None:
+    steady = Steady()
+    steady.sized(TRIM, 4)
+    again = steady.again(TRIM, 2, 7, [16, 24])  # 8 tokens fit into 16, as many as two requests have
+    assert (again.budget, again.uniform, again.draft) == (14, True, True)
 
 
 def test_a_repeated_trim_keeps_to_the_bounds_of_each_request() -> None:
