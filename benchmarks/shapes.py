@@ -2,8 +2,8 @@
 
 ``python -m sglang_adaptive.benchmarks shapes --out DIR qwen3-8b`` writes ``DIR/qwen3-8b/target`` and
 ``DIR/qwen3-8b/draft``, each a config.json and a tokenizer, to be served with ``--load-format dummy``. A step costs what
-it costs with the real weights; what is accepted says benchmarks/acceptance.py. The tokenizer knows at most 8000 words of
-its own: benchmarks send token ids and serve with ``--skip-tokenizer-init``, but the host's own profiler wants one.
+it costs with the real weights; what is accepted says benchmarks/acceptance.py. The tokenizer knows a few thousand words
+of its own: benchmarks send token ids and serve with ``--skip-tokenizer-init``, but the host's own profiler wants one.
 """
 
 from __future__ import annotations
