@@ -24,6 +24,7 @@ from sglang_adaptive.benchmarks import config, prompts
 from sglang_adaptive.benchmarks.config import Arm, Sweep
 from sglang_adaptive.benchmarks.load import server_state
 from sglang_adaptive.benchmarks.server import ServerFailed, for_arm
+from sglang_adaptive.benchmarks.streams import endless_connector
 from sglang_adaptive.errors import AdaptiveError
 
 INCOMPLETE = 3
@@ -59,7 +60,7 @@ async def greedy(url: str, fields: Sequence[dict[str, Any]], tokens: int, at_a_t
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     gate = asyncio.Semaphore(at_a_time)
     timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
+    async with aiohttp.ClientSession(connector=endless_connector(), timeout=timeout) as http:
 
         async def ask(one: dict[str, Any]) -> list[int]:
             async with gate, http.post(f"{url}/generate", json={**one, "sampling_params": sampling}) as answer:

@@ -26,6 +26,7 @@ from sglang_adaptive.benchmarks.prompts import Prompts, SyntheticPrompts, make, 
 from sglang_adaptive.benchmarks.server import for_arm
 from sglang_adaptive.benchmarks.soak_requests import Drawer, ending, wrong
 from sglang_adaptive.benchmarks.soak_state import SoakState, merged
+from sglang_adaptive.benchmarks.streams import endless_connector
 from sglang_adaptive.errors import AdaptiveError
 
 PATIENCE = 180.0
@@ -99,7 +100,7 @@ class Soak:
 
     def _session(self) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=self.patience)
-        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        return aiohttp.ClientSession(connector=endless_connector(), timeout=timeout)
 
     async def _random(self) -> None:
         """A crowd of any size in which requests follow each other; some are aborted, some lose their client."""

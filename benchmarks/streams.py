@@ -24,6 +24,15 @@ _TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 _GOES_ON = re.compile(rb'"finish_reason": ?null')
 
 
+# The host closes a connection that was idle for five seconds; one that is reused just then loses its request.
+KEEP_ALIVE_SECONDS = 2.0
+
+
+def endless_connector() -> aiohttp.TCPConnector:
+    """For as many requests at a time as there are, on connections that the server does not close meanwhile."""
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+
+
 @dataclass
 class Request:
     """What was seen of one request: send time, ``(time, output tokens so far)`` per chunk (s), and its last meta_info.
@@ -68,7 +77,7 @@ class Streams:
     async def run(self) -> None:
         """Send until stopped or until all requests are sent and answered."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=self.load.ramp_timeout)
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = endless_connector()
         sampling = asyncio.create_task(self._sample())
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=MAX_LINE) as self._http:
             try:
