@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(requests: int, drafts: int, device: str, rounds: int) -> dict[str, Any]:
     """``kernels``, ``us`` and ``names`` for R requests of K drafts; ``equal``: compiling changed no length."""
-    from sglang_adaptive.runtime.planner import compiled_allocation  # the host: for those who need it
+    from sglang_adaptive.runtime.compiled_allocation import compiled_allocation  # compiles: for those who need it
 
     calibration = torch.tensor([[0.1], [0.9]], device=device).repeat(1, drafts)
     config = PolicyConfig()

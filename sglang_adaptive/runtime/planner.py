@@ -24,8 +24,9 @@ from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.engine import Engine, PolicyConfig
 from sglang_adaptive.policy.steady import EVERY, Steady
 from sglang_adaptive.runtime import trace_features
+from sglang_adaptive.runtime.compiled_allocation import compiled_allocation
 from sglang_adaptive.runtime.counters import Counters
-from sglang_adaptive.runtime.device import async_h2d, compiled
+from sglang_adaptive.runtime.device import async_h2d
 from sglang_adaptive.runtime.estimate import Estimate
 from sglang_adaptive.runtime.layouts import Layouts
 from sglang_adaptive.runtime.priorities import Priorities
@@ -334,20 +335,6 @@ class StepPlanner:
             extra=None if confidence is None else self._draft_columns,
         )
         self._draft_columns = None
-
-
-def compiled_allocation(
-    max_requests: int, config: PolicyConfig, calibration: torch.Tensor
-) -> Callable[..., torch.Tensor]:
-    """``allocate`` under torch.compile, compiled now for all shapes that serving meets; as it is where that fails."""
-    gamma, device = calibration.shape[1], calibration.device
-    named = {"min_len": config.min_len, "max_len": config.max_len, "calibration": calibration}
-    examples = (
-        ((torch.full((requests, gamma), 0.5, device=device), budget), named)
-        for requests in sorted({1, 2, max_requests})
-        for budget in (0, 1, 2, 3)
-    )
-    return compiled(allocate, examples, "allocation")
 
 
 def _kv_tokens(batch: Any) -> float:

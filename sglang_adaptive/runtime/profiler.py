@@ -22,15 +22,14 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_model, get_parallel, get_spec
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dspark_components.dspark_planner import ragged_capture_num_tokens
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
 
-from sglang_adaptive import HOST_VERSION, __version__
 from sglang_adaptive.options import Options
 from sglang_adaptive.policy.cost import CostModel, CostTableError, VerifySample
-from sglang_adaptive.runtime import seeds
+from sglang_adaptive.runtime.cost_key import cost_key
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ def profile(worker: Any, options: Options) -> CostModel:
     if options.profile == "off":
         logger.warning("sglang_adaptive: profiling is off, so every draft token is verified.")
         return CostModel.empty()
-    key = _key(worker)
+    key = cost_key(worker)
     path = options.cache_dir / f"cost-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
     leader = get_parallel().tp_rank == 0
     cost = _load(path, key) if leader and options.profile == "on" else None
@@ -97,46 +96,6 @@ def _save(cost: CostModel, path: Path, key: dict[str, str]) -> None:
         cost.save(path, key)
     except OSError as error:
         logger.warning("sglang_adaptive: the cost table cannot be kept (%s): the next start profiles again.", error)
-
-
-def _key(worker: Any) -> dict[str, str]:
-    runner = worker.model_runner
-    device = torch.device(worker.device)
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        hardware = f"{properties.name}, {properties.multi_processor_count} SMs"
-    else:
-        hardware = f"{_cpu_name()}, {torch.get_num_threads()} threads"
-    facts = {
-        "family": worker.family,
-        "target": get_model().model_path,
-        "target_config": hashlib.sha256(runner.model_config.hf_config.to_json_string().encode()).hexdigest()[:16],
-        "draft": get_spec().speculative_draft_model_path,
-        "dtype": str(runner.dtype),
-        "quantization": str(runner.model_config.quantization),
-        "gamma": worker.gamma,
-        "hardware": hardware,
-        "tp_size": get_parallel().tp_size,
-        "target_backend": type(runner.attn_backend).__name__,
-        "draft_backend": type(worker.draft_model_runner.attn_backend).__name__,
-        "graphs": ragged_capture_num_tokens(model_runner=runner),
-        "max_requests": runner.max_running_requests,
-        "versions": [__version__, HOST_VERSION, torch.__version__],
-    }
-    if device.type == "cuda":
-        facts["times"] = "the longer one of host and device"
-    facts |= worker.profiled_facts
-    if seeds.enabled():
-        # The host then computes with other kernels.
-        facts["deterministic"] = True
-    return {name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()}
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "cpu"
 
 
 class _Timer:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from greedy_answers import ask, assert_no_worse
+from greedy_answers import ask, assert_no_worse, drafting
 from server import Server, speculative
 
 from sglang_adaptive.benchmarks.equality import Agreement, agreement
@@ -28,7 +28,6 @@ MODES = {"graphs": (), "eager": ("--disable-cuda-graph",)}
 SCHEDULES = {"overlap": (), "sync": ("--disable-overlap-schedule",)}
 COMMON = ("--max-running-requests", "128", "--cuda-graph-max-bs-decode", "128", "--max-total-tokens", "60000")
 TRITON_PACKED = Path(__file__).parents[1] / "triton_packed.py"
-DRIFT = Path(__file__).parents[1] / "e2e" / "drift"
 TASKS = ("Explain", "Write a poem about", "List facts about", "Write a Python function about", "Tell a story about")
 TOPICS = (
     *(
@@ -79,14 +78,7 @@ def reference(request: pytest.FixtureRequest, pair: Any, log_dir: Path) -> Itera
 def test_greedy_tokens_are_those_of_fixed_verification(reference, schedule, pair, log_dir, tmp_path, record_property):
     backend, mode, stock = reference
     target, draft = pair
-    environment = {
-        "SGLANG_ADAPTIVE_CACHE_DIR": str(tmp_path),
-        "SGLANG_ADAPTIVE_SKIP_DRAFT": "off",
-        "SGLANG_ADAPTIVE_COST_CORRECTION": "off",
-        "SGLANG_ADAPTIVE_TRITON_RAGGED": "on",
-        "ADAPTIVE_TEST_COSTS": "dear",
-        "PYTHONPATH": os.pathsep.join([str(DRIFT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    environment = drafting(tmp_path, SGLANG_ADAPTIVE_COST_CORRECTION="off", ADAPTIVE_TEST_COSTS="dear")
     arguments = [*speculative(draft), "--attention-backend", backend, *MODES[mode], *SCHEDULES[schedule], *COMMON]
     with Server(target, *arguments, log_dir=log_dir, environment=environment) as server:
         found = agreement(stock.ids, ask(server, PROMPTS, TOKENS, len(PROMPTS)))

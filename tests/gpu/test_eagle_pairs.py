@@ -5,12 +5,9 @@ The pairs are the tiny ones of the CPU tests, in bfloat16.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import tiny_language as language
-from greedy_answers import ask, assert_no_worse
+from greedy_answers import ask, assert_no_worse, drafting
 from server import Server, speculative
 
 from sglang_adaptive import ALGORITHM
@@ -18,7 +15,6 @@ from sglang_adaptive.benchmarks.equality import agreement
 
 pytestmark = pytest.mark.gpu
 
-COSTS = Path(__file__).parents[1] / "e2e" / "drift"
 # FA3 knows no float32, in which the pairs are kept.
 COMMON = ("--dtype", "bfloat16", "--max-running-requests", "64", "--max-total-tokens", "40000")
 CHAIN = ("--speculative-eagle-topk", "1", "--speculative-num-steps", "4", "--speculative-num-draft-tokens", "5")
@@ -40,13 +36,7 @@ def test_greedy_tokens_are_those_of_the_host_s_chain(family, mode, request, log_
     with Server(target, *stock, *arguments, log_dir=log_dir) as server:
         expected = ask(server, PROMPTS, TOKENS, len(PROMPTS))
         control = agreement(expected, ask(server, PROMPTS, TOKENS, 4))
-    environment = {
-        "SGLANG_ADAPTIVE_CACHE_DIR": str(tmp_path),
-        "SGLANG_ADAPTIVE_SKIP_DRAFT": "off",
-        "SGLANG_ADAPTIVE_COST_CORRECTION": "off",
-        "ADAPTIVE_TEST_COSTS": "dear",
-        "PYTHONPATH": os.pathsep.join([str(COSTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    environment = drafting(tmp_path, SGLANG_ADAPTIVE_COST_CORRECTION="off", ADAPTIVE_TEST_COSTS="dear")
     with Server(target, *ours, *arguments, log_dir=log_dir, environment=environment) as server:
         found = agreement(expected, ask(server, PROMPTS, TOKENS, len(PROMPTS)))
         few = agreement(expected, ask(server, PROMPTS, TOKENS, 4))

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import tiny_language as language
-from greedy_answers import ask, assert_no_worse
+from greedy_answers import ask, assert_no_worse, drafting
 from server import Server, speculative
 
 from sglang_adaptive.benchmarks.equality import agreement
 
 pytestmark = pytest.mark.gpu
 
-DRIFT = Path(__file__).parents[1] / "e2e" / "drift"
 # FA3 knows no float32, in which the pair is kept.
 COMMON = ("--tp", "2", "--dtype", "bfloat16", "--max-running-requests", "64", "--mem-fraction-static", "0.3")
 PROMPTS = language.random_prompts(48, seed=11)
@@ -35,13 +33,7 @@ def test_a_rank_that_drifts_decides_like_the_other(backend, tiny_pair, tmp_path,
     with Server(target, *speculative(draft, "DSPARK"), *arguments, log_dir=log_dir) as server:
         expected = ask(server, PROMPTS, TOKENS, len(PROMPTS))
         control = agreement(expected, ask(server, PROMPTS, TOKENS, 4))
-    environment = {
-        "SGLANG_ADAPTIVE_CACHE_DIR": str(tmp_path),
-        "SGLANG_ADAPTIVE_SKIP_DRAFT": "off",
-        "SGLANG_ADAPTIVE_TRITON_RAGGED": "on",
-        "RANK_DRIFT_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(DRIFT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    environment = drafting(tmp_path, RANK_DRIFT_DIR=str(tmp_path))
     with Server(target, *speculative(draft), *arguments, log_dir=log_dir, environment=environment) as server:
         found = agreement(expected, ask(server, PROMPTS, TOKENS, len(PROMPTS)))
         for at_a_time in (1, 3, 17):

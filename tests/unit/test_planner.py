@@ -11,8 +11,9 @@ from sglang_adaptive.policy.allocation import allocate
 from sglang_adaptive.policy.budget import LOW_LOAD, TRIMMED, Decision
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.steady import Steady
+from sglang_adaptive.runtime.compiled_allocation import compiled_allocation
 from sglang_adaptive.runtime.device import async_h2d
-from sglang_adaptive.runtime.planner import StepPlanner, compiled_allocation
+from sglang_adaptive.runtime.planner import StepPlanner
 from sglang_adaptive.runtime.priorities import Priorities
 
 
