@@ -40,6 +40,7 @@ class Options:
     draft_features: bool = False
     cost_correction: bool = True
     skip_draft: bool = True
+    narrow_drafts: bool = True
     min_verify_len: int = 1
     max_verify_len: int | None = None
     priority_weight: float = 0.0
@@ -150,6 +151,7 @@ RULES: dict[str, Rule] = {
     "draft_features": _switch("ask the draft's distributions, too, where it has a confidence head"),
     "cost_correction": _switch("correct the profiled step costs by measured step times"),
     "skip_draft": _switch("skip drafting in steps where it costs more than it brings"),
+    "narrow_drafts": _switch("draft fewer tokens in steps where the draft costs more for all of them than they bring"),
     "min_verify_len": _length("fewest tokens that a request verifies in a step, the anchor included"),
     "max_verify_len": _length("most tokens that a request verifies in a step, the anchor included; unset: no limit"),
     "priority_weight": _number("how much a request's priority weighs when drafts are chosen; 0 ignores it", 0.0, 10.0),

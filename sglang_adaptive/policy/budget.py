@@ -26,7 +26,8 @@ class Decision:
     ``budget`` draft tokens are verified over the batch. ``draft`` False: the step runs without a drafter (budget 0).
     ``uniform``: every request verifies all of its K drafts, so no allocation is needed. ``expected_tokens`` is the
     expected output of the step and ``predicted_ms`` its cost; both are 0 where nothing was predicted. ``gain`` is the
-    predicted relative gain in tokens per ms over verifying everything.
+    predicted relative gain in tokens per ms over verifying everything. ``width`` tokens are drafted for each request; 0
+    is K, and the only one of a step that is ``uniform``.
     """
 
     budget: int
@@ -36,6 +37,7 @@ class Decision:
     predicted_ms: float
     reason: str
     gain: float = 0.0
+    width: int = 0
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class Decision:
         predicted_ms: float,
         reason: str,
         gain: float = 0.0,
+        width: int = 0,
     ) -> None:
         # All fields at once: the generated one of a frozen class takes a call for each.
         self.__dict__.update(
@@ -56,6 +59,7 @@ class Decision:
             predicted_ms=predicted_ms,
             reason=reason,
             gain=gain,
+            width=width,
         )
 
     def for_requests(self, requests: int, gamma: int) -> Decision:
@@ -67,12 +71,19 @@ class Decision:
         """The same with another budget, for which nothing is predicted."""
         if budget == self.budget:
             return self
-        return Decision(budget, self.draft, self.uniform, 0.0, 0.0, self.reason, self.gain)
+        return Decision(budget, self.draft, self.uniform, 0.0, 0.0, self.reason, self.gain, self.width)
 
     def at_cost(self, predicted_ms: float) -> Decision:
         """The same at another predicted cost; ``dataclasses.replace`` takes three times as long."""
         return Decision(
-            self.budget, self.draft, self.uniform, self.expected_tokens, predicted_ms, self.reason, self.gain
+            self.budget,
+            self.draft,
+            self.uniform,
+            self.expected_tokens,
+            predicted_ms,
+            self.reason,
+            self.gain,
+            self.width,
         )
 
 

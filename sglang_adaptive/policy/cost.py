@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -55,7 +55,8 @@ class CostModel:
     ``tiers`` [n] tokens; ``kv_points`` [m] tokens; ``verify_ms`` [n, m], non-decreasing along both axes;
     ``draft_points`` [d] requests with ``draft_ms`` [d]; ``sampling_points`` [s] logit rows with ``sampling_ms`` [s];
     ``overhead_ms`` host time per step that overlap does not hide; ``capture_limit`` the largest captured graph in
-    tokens, or None when nothing is captured.
+    tokens, or None when nothing is captured; ``narrow_draft_ms`` the same as ``draft_ms`` [d] for drafts of fewer than
+    K tokens a request, by their number.
     """
 
     tiers: Ints
@@ -67,6 +68,7 @@ class CostModel:
     sampling_ms: Floats
     overhead_ms: float = 0.0
     capture_limit: int | None = None
+    narrow_draft_ms: Mapping[int, Floats] = field(default_factory=dict)
     _dense: dict[str, Floats] = field(default_factory=dict, init=False, repr=False)
     _contexts: dict[float, _Context] = field(default_factory=dict, init=False, repr=False)
 
@@ -83,6 +85,7 @@ class CostModel:
         sampling: Sequence[tuple[int, float]] = (),
         overhead_ms: float = 0.0,
         capture_limit: int | None = None,
+        narrow_draft: Mapping[int, Sequence[tuple[int, float]]] | None = None,
     ) -> CostModel:
         """Build the table from raw timings.
 
@@ -95,6 +98,12 @@ class CostModel:
             return CostModel.empty(overhead_ms)
         draft_points, draft_ms = _table((int(n), float(ms)) for n, ms in draft)
         sampling_points, sampling_ms = _table((int(n), float(ms)) for n, ms in sampling)
+        narrow_ms = {}
+        for width, timed in (narrow_draft or {}).items():
+            points, ms = _table((int(n), float(ms)) for n, ms in timed)
+            if points.size:
+                # Fewer tokens never take longer.
+                narrow_ms[width] = np.minimum(np.interp(draft_points, points, ms), draft_ms)
         tiers = np.array(sorted({tokens for tokens, _ in cells}), np.int64)
         kv_points = _thinned(np.array(sorted({kv for _, kv in cells})))
         return CostModel(
@@ -107,6 +116,7 @@ class CostModel:
             sampling_ms,
             float(overhead_ms),
             capture_limit,
+            narrow_ms,
         )
 
     @cached_property
@@ -171,6 +181,15 @@ class CostModel:
     def draft_cost(self, requests: int) -> float:
         """Drafter cost in ms for ``requests`` requests; 0 when it was not profiled."""
         return float(self._dense_table("draft", requests + 1).item(requests)) if self.draft_points.size else 0.0
+
+    def drafting(self, width: int) -> CostModel:
+        """The same costs where every request drafts ``width`` tokens, one of ``narrow_draft_ms``; 0 is K."""
+        if not width:
+            return self
+        narrow = replace(self, draft_ms=self.narrow_draft_ms[width], narrow_draft_ms={})
+        # What does not depend on the draft is the same arrays.
+        narrow._dense.update({name: table for name, table in self._dense.items() if name != "draft"})
+        return narrow
 
     def tier(self, tokens: int) -> int:
         """Size in tokens of the graph that ``tokens`` are padded to; ``tokens`` itself where none is captured."""

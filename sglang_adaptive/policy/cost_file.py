@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from sglang_adaptive.policy.cost import MAX_TOKENS, CostModel, CostTableError
 
 FORMAT = "sglang-adaptive-cost"
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 8 << 20
 MAX_POINTS = 4096
 MAX_KV_POINTS = 256
+MAX_WIDTHS = 16
 MAX_MS = 1e6
 
-_FIELDS = {"format", "version", "key", "capture_limit", "overhead_ms", "verify", "draft", "sampling"}
+_FIELDS = {"format", "version", "key", "capture_limit", "overhead_ms", "verify", "draft", "narrow_draft", "sampling"}
 
 
 def save(model: CostModel, path: str | os.PathLike[str], key: Mapping[str, str]) -> None:
@@ -37,6 +38,7 @@ def save(model: CostModel, path: str | os.PathLike[str], key: Mapping[str, str])
             "ms": model.verify_ms.tolist(),
         },
         "draft": {"requests": model.draft_points.tolist(), "ms": model.draft_ms.tolist()},
+        "narrow_draft": {str(width): ms.tolist() for width, ms in model.narrow_draft_ms.items()},
         "sampling": {"tokens": model.sampling_points.tolist(), "ms": model.sampling_ms.tolist()},
     }
     folder = os.path.dirname(os.path.abspath(path))
@@ -85,16 +87,26 @@ def load(path: str | os.PathLike[str], key: Mapping[str, str]) -> CostModel:
     draft, sampling = _section(record, "draft", {"requests", "ms"}), _section(record, "sampling", {"tokens", "ms"})
     draft_points = _points(draft["requests"], "draft requests", lowest=0)
     sampling_points = _points(sampling["tokens"], "sampling tokens", lowest=0)
+    narrow = record["narrow_draft"]
+    _require(isinstance(narrow, dict) and len(narrow) <= MAX_WIDTHS, "has a broken narrow_draft section")
+    _require(
+        all(width.isascii() and width.isdigit() and 1 <= int(width) <= MAX_TOKENS for width in narrow),
+        "has narrow drafts of no number of tokens",
+    )
+    draft_ms = _milliseconds(draft["ms"], (draft_points.size,), "draft")
+    narrow_ms = {int(width): _milliseconds(ms, (draft_points.size,), "narrow draft") for width, ms in narrow.items()}
+    _require(all(bool((ms <= draft_ms).all()) for ms in narrow_ms.values()), "has narrow drafts that take longer")
     return CostModel(
         tiers,
         kv_points,
         verify_ms,
         draft_points,
-        _milliseconds(draft["ms"], (draft_points.size,), "draft"),
+        draft_ms,
         sampling_points,
         _milliseconds(sampling["ms"], (sampling_points.size,), "sampling"),
         float(overhead),
         capture_limit,
+        narrow_ms,
     )
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from sglang_adaptive.policy.budget import (
     ALL_WORTH,
     LOW_LOAD,
+    TRIMMED,
     Decision,
     needed_gain,
     no_trim_can_gain,
@@ -21,6 +22,7 @@ from sglang_adaptive.policy.calibration import Calibration
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.correction import CostCorrection, corrected
 from sglang_adaptive.policy.cost import CostModel
+from sglang_adaptive.policy.draft_width import DraftWidths
 from sglang_adaptive.policy.explore import Explorer
 from sglang_adaptive.policy.mode_choice import ModeChoice
 from sglang_adaptive.policy.modes import SIZE as MODE_TIMES
@@ -78,6 +80,10 @@ class Engine:
         self._rate = RunningRate()
         self._rates_in_force = np.zeros(BUCKETS)
         self._previous: Decision | None = None
+        narrow = [width for width in cost.narrow_draft_ms if config.min_len - 1 <= width < self._most]
+        self.draft_widths = DraftWidths(narrow if self._informative else ())
+        self._profiled_at = {width: cost.drafting(width) for width in self.draft_widths.widths}
+        self._cost_at = dict(self._profiled_at)
 
     def size(
         self,
@@ -100,16 +106,26 @@ class Engine:
         # 1. What each draft is worth.
         alive = self._believed(confidence, fresh)
 
-        # 2. How much of it pays.
-        decision = self._best_drafting(alive, non_draft_tokens, kv_tokens, weights)
-        if self._compares and not decision.uniform:
-            decision = self.modes.trimmed_or_whole(decision, alive, cost, non_draft_tokens, kv_tokens, elapsed)
+        # 2. How much of it pays, with as many drafts as pay.
+        width = self.draft_widths.begin(requests, elapsed)
+        if width:
+            decision = self._best_narrow(width, alive, non_draft_tokens, kv_tokens, weights)
+        else:
+            decision = self._best_drafting(alive, non_draft_tokens, kv_tokens, weights)
+            if self._compares and not decision.uniform:
+                decision = self.modes.trimmed_or_whole(decision, alive, cost, non_draft_tokens, kv_tokens, elapsed)
+            if self.draft_widths.compares() and not self.gate.skipping:
+                decision = self._wide_or_narrow(decision, alive, non_draft_tokens, kv_tokens, weights)
 
         # 3. Whether drafting pays at all.
         if self._may_skip and self.profile.mean is not None:
-            decision = self.modes.draft_or_not(decision, requests, cost, non_draft_tokens, kv_tokens, elapsed)
+            saved_ms = self._saved_ms(decision.width, requests)
+            decision = self.modes.draft_or_not(decision, requests, cost, non_draft_tokens, kv_tokens, elapsed, saved_ms)
 
         # 4. Once in a long while a step that drafts looks at what is always trimmed, or at another tier.
+        if decision.width:
+            self._previous = decision
+            return decision
         decision = self._explorer.look_at_trimmed(decision, alive, cost, non_draft_tokens, kv_tokens, elapsed)
         self._previous = decision
         if self._measures_tiers and decision.draft and not self.gate.skipping:
@@ -127,6 +143,7 @@ class Engine:
         step_ms: float | None = None,
         follows: bool = True,
         drafted: bool = True,
+        width: int = 0,
         confidence: Floats | None = None,
         verified: Ints | None = None,
         accepted: Ints | None = None,
@@ -135,17 +152,20 @@ class Engine:
 
         ``draft_tokens`` were verified over the batch, ``committed_tokens`` came out; ``step_ms`` is None where it was
         not measured; ``follows`` says that it counts from the end of a decode step, False that from this one's launch,
-        as after a prefill: then the device waits for the host in it. Per request: the raw ``confidence`` [requests, K]
+        as after a prefill: then the device waits for the host in it. ``width`` tokens were drafted for each request,
+        0 is K; further confidences mean nothing. Per request: the raw ``confidence`` [requests, K]
         that the step drafted with, how many drafts were ``verified`` and how many of those ``accepted`` [requests].
         """
         self.steps += 1
         if step_ms is not None:
             self._learn_time(
-                requests, non_draft_tokens, draft_tokens, kv_tokens, committed_tokens, step_ms, drafted, follows
+                requests, non_draft_tokens, draft_tokens, kv_tokens, committed_tokens, step_ms, drafted, follows, width
             )
         if confidence is not None and drafted:
-            if self.gate.skipping or self.steps % _PROFILE_STEPS == 1:
-                self.profile.observe(self._survival(confidence, bounds(confidence)), rare=self.gate.skipping)
+            known = not width or self.profile.mean is not None
+            if known and (self.gate.skipping or self.steps % _PROFILE_STEPS == 1):
+                alive = self._survival(confidence, bounds(confidence))
+                self.profile.observe(alive[:, : width or self.gamma], rare=self.gate.skipping)
             if self.config.calibrate and verified is not None and accepted is not None:
                 self.calibration.observe(confidence, verified, accepted)
         if self.config.auto_refresh and self.refresh_due:
@@ -171,6 +191,7 @@ class Engine:
             self._correction_in_force = news.copy()
             self.cost = corrected(self._profiled, news)
             self.cost.prepare(int(self._profiled.tiers[-1]))
+            self._cost_at = {width: self.cost.drafting(width) for width in self._profiled_at}
 
     def to_dict(self) -> dict[str, Any]:
         """What is worth keeping over a restart, as plain JSON values."""
@@ -225,6 +246,43 @@ class Engine:
             previous=self._previous,
         )
 
+    def _best_narrow(
+        self, width: int, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
+    ) -> Decision:
+        """The best decision that drafts ``width`` tokens for each request. Its rows are packed in any case."""
+        config, requests = self.config, alive.shape[0]
+        best = size_budget(
+            alive[:, :width],
+            self._cost_at[width],
+            non_draft_tokens,
+            kv_tokens,
+            rate_tokens_per_ms=self._rate_in_force(requests),
+            weights=weights,
+            min_gain=config.min_gain,
+            min_len=config.min_len,
+            trim_ms=config.trim_ms,
+            previous=self._previous,
+        )
+        return Decision(best.budget, True, False, best.expected_tokens, best.predicted_ms, TRIMMED, best.gain, width)
+
+    def _wide_or_narrow(
+        self, wide: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
+    ) -> Decision:
+        """The best of ``wide``, which drafts all K, and of the narrower decisions."""
+        widths = self.draft_widths.widths
+        narrow = [self._best_narrow(width, alive, non_draft_tokens, kv_tokens, weights) for width in widths]
+        rate = wide.expected_tokens / wide.predicted_ms if wide.predicted_ms else 0.0
+        if not rate:
+            return wide
+        chosen = self.draft_widths.choose([each.expected_tokens / each.predicted_ms / rate - 1.0 for each in narrow])
+        return narrow[widths.index(chosen)] if chosen else wide
+
+    def _saved_ms(self, width: int, requests: int) -> float:
+        """What a draft of ``width`` tokens takes less than one of K, as profiled."""
+        if not width:
+            return 0.0
+        return self._profiled.draft_cost(requests) - self._profiled_at[width].draft_cost(requests)
+
     @property
     def _may_skip(self) -> bool:
         """A head that is only off at the start must not stop the drafting from which it would be corrected."""
@@ -248,10 +306,14 @@ class Engine:
         step_ms: float,
         drafted: bool,
         follows: bool,
+        width: int,
     ) -> None:
+        saved_ms = self._saved_ms(width, requests)
         tokens, rows = non_draft_tokens + draft_tokens, requests + draft_tokens
         predicted = self.cost.point_ms(requests, tokens, rows, kv_tokens, drafted)
-        self._rate.observe(requests, committed_tokens, step_ms, predicted)
+        self._rate.observe(requests, committed_tokens, step_ms, predicted - saved_ms)
+        # As if all K had been drafted: what is learned of the rest of a step holds for every width.
+        step_ms += saved_ms
         if self.config.correct_costs:
             profiled = self._profiled.point_ms(requests, tokens, rows, kv_tokens, drafted)
             self.modes.observe(requests, draft_tokens, drafted, step_ms, profiled)

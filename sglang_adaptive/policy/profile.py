@@ -18,7 +18,8 @@ class SurvivalProfile:
         self.mean: Floats | None = None
 
     def observe(self, alive: Floats, rare: bool) -> None:
-        """Take the survivals ``alive`` [R, K] of a step. When steps that draft are ``rare``, as in a short probe, each
+        """Take the survivals ``alive`` of a step, [R, K] or, once a step with K was seen, of fewer positions: further
+        ones then survive those as often as before. When steps that draft are ``rare``, as in a short probe, each
         counts the more, the more requests it has."""
         requests = alive.shape[0]
         if not requests:
@@ -27,5 +28,9 @@ class SurvivalProfile:
         if self.mean is None:
             self.mean = mean
             return
+        narrow = mean.size
+        if narrow < self.mean.size:
+            share = mean[-1] / max(float(self.mean[narrow - 1]), 1e-9)
+            mean = np.concatenate([mean, np.minimum(self.mean[narrow:] * share, mean[-1])])
         news = requests / (requests + _TRUSTED_REQUESTS) if rare else _NEWS
         self.mean = self.mean + news * (mean - self.mean)

@@ -45,7 +45,7 @@ class Steady:
     ) -> None:
         self._every, self._streak, self._learn_steps = every, streak, learn_steps
         self.every_trim, self._streak_trim = every_trim, streak_trim
-        self._state: tuple[bool, bool, int] | None = None
+        self._state: tuple[bool, bool, int, int] | None = None
         self._requests = 0
         self._seen = self._sized = 0
         self.left = self.repeated = 0
@@ -57,7 +57,9 @@ class Steady:
         self._sized += 1
         trimmed = decision.reason == TRIMMED and decision.draft and not decision.uniform
         repeatable = decision.reason in _REPEATABLE and (decision.uniform or not decision.draft)
-        state = (decision.draft, trimmed, RunningRate.bucket(requests)) if repeatable or trimmed else None
+        state = (
+            (decision.draft, trimmed, RunningRate.bucket(requests), decision.width) if repeatable or trimmed else None
+        )
         self._seen = self._seen + 1 if state is not None and state == self._state else 0
         self._state = state
         every, streak = (self.every_trim, self._streak_trim) if trimmed else (self._every, self._streak)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,13 +12,15 @@ from sglang_adaptive.runtime.device import compiled
 
 
 def compiled_allocation(
-    max_requests: int, config: PolicyConfig, calibration: torch.Tensor
+    max_requests: int, config: PolicyConfig, calibration: torch.Tensor, max_lens: Sequence[int | None] = ()
 ) -> Callable[..., torch.Tensor]:
-    """``allocate`` under torch.compile, compiled now for all shapes that serving meets; as it is where that fails."""
+    """``allocate`` under torch.compile, compiled now for all shapes that serving meets, with each of ``max_lens``
+    (by default that of ``config``); as it is where that fails."""
     gamma, device = calibration.shape[1], calibration.device
-    named = {"min_len": config.min_len, "max_len": config.max_len, "calibration": calibration}
+    common = {"min_len": config.min_len, "calibration": calibration}
     examples = (
-        ((torch.full((requests, gamma), 0.5, device=device), budget), named)
+        ((torch.full((requests, gamma), 0.5, device=device), budget), {**common, "max_len": max_len})
+        for max_len in max_lens or (config.max_len,)
         for requests in sorted({1, 2, max_requests})
         for budget in (0, 1, 2, 3)
     )

@@ -32,6 +32,7 @@ def cost_key(worker: Any) -> dict[str, str]:
         "dtype": str(runner.dtype),
         "quantization": str(runner.model_config.quantization),
         "gamma": worker.gamma,
+        "narrow_drafts": worker.narrow_widths,
         "hardware": hardware,
         "tp_size": get_parallel().tp_size,
         "target_backend": type(runner.attn_backend).__name__,

@@ -46,6 +46,7 @@ class Counters:
         self.gamma = gamma
         self.ragged = True
         self._drafted_tokens = 0
+        self._narrow_steps = 0
         self._verified = np.zeros(gamma, dtype=np.int64)
         self._accepted = np.zeros(gamma, dtype=np.int64)
         self._decisions = dict.fromkeys(DECISIONS, 0)
@@ -79,6 +80,7 @@ class Counters:
             "steps": steps,
             "requests": requests,
             "drafted_tokens": self._drafted_tokens,
+            "narrow_draft_steps": self._narrow_steps,
             "verify_tokens": int(total["verify_tokens"]),
             "committed_tokens": int(total["committed_tokens"]),
             "accepted_tokens": int(self._accepted.sum()),
@@ -120,7 +122,9 @@ class Counters:
         drafts, accepted = verify - 1, np.minimum(commit, verify) - 1
         self._verified += _reached(drafts, self.gamma)
         self._accepted += _reached(accepted, self.gamma)
-        self._drafted_tokens += self.gamma * int(requests[[record.drafted for record in records]].sum())
+        widths = np.array([(record.width or self.gamma) * record.drafted for record in records])
+        self._drafted_tokens += int((requests * widths).sum())
+        self._narrow_steps += sum(record.drafted and record.width > 0 for record in records)
         measured = np.array([np.nan if record.step_ms is None else record.step_ms for record in records], np.float64)
         self._fold_times(measured, records)
         for record in records:
@@ -150,7 +154,8 @@ class Counters:
         np.add.at(self._by_decision, (loads[decided], np.array(kinds, np.int64)), times)
 
         drafted = [record for record in records if record.confidence is not None]
-        self._fallbacks["invalid_confidence"] += sum(not all_valid(record.confidence) for record in drafted)
+        heard = (record.confidence[:, : record.width or self.gamma] for record in drafted)
+        self._fallbacks["invalid_confidence"] += sum(not all_valid(confidence) for confidence in heard)
         if drafted:
             # A sample of the steps says it as well, and bounds what a fold costs.
             seen = drafted[:: 1 + sum(len(record.slots) for record in drafted) // _JUDGED_ROWS]

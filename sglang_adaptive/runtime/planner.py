@@ -136,7 +136,8 @@ class StepPlanner:
         if torch.device(self.device).type == "cuda":
             identity = torch.tensor([[0.0], [1.0]], device=self.device).repeat(1, self.gamma)
             self._calibration = identity
-            self._allocate = compiled_allocation(max_requests, config, identity)
+            lengths = {min(config.max_len, width + 1) for width in (self.gamma, *self._engine.draft_widths.widths)}
+            self._allocate = compiled_allocation(max_requests, config, identity, sorted(lengths))
 
     def traces(self, options: Options) -> bool:
         """Whether this rank records a trace."""
@@ -169,7 +170,9 @@ class StepPlanner:
         decodes = not (batch.forward_mode.is_extend() or batch.is_extend_in_batch or requests == 0)
         if decodes and self._may_repeat and self._steady.repeats(requests):
             self._repeating, self._requests = True, requests
-            self.decision = self._steady.again(last, requests, self.gamma, self._edges, *self._bounds)
+            least, most = self._bounds
+            most = min(most, last.width or most)
+            self.decision = self._steady.again(last, requests, self.gamma, self._edges, least, most)
             if self._trace is not None:
                 self._see_rows(batch)
             return
@@ -221,6 +224,7 @@ class StepPlanner:
             step_ms=record.step_ms,
             follows=record.follows,
             drafted=record.drafted,
+            width=record.width,
             confidence=record.confidence,
             verified=record.verify_lens - 1,
             accepted=record.commit_lens - 1,
@@ -242,6 +246,11 @@ class StepPlanner:
         """The step that was sized is about to be launched."""
         if self.decision is not None and not self._repeating:
             self._relay.begin()
+
+    @property
+    def draft_width(self) -> int:
+        """How many tokens the running step drafts for each request."""
+        return (0 if self.decision is None else self.decision.width) or self.gamma
 
     # -- after the draft --
 
@@ -265,11 +274,12 @@ class StepPlanner:
         if confidence is None or self.decision is None or self.decision.uniform:
             return self._take(self._layouts.uniform(requests))
         config, weights = self._engine.config, self._weights
+        max_len = min(config.max_len, self.draft_width + 1)
         verify_lens = self._allocate(
             confidence,
             self.decision.budget,
             min_len=config.min_len,
-            max_len=config.max_len,
+            max_len=max_len,
             calibration=self._calibration,
             weights=None if weights is None else async_h2d(torch.from_numpy(weights).float(), self.device),
         )

@@ -17,6 +17,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_gr
 from sglang_adaptive.options import Options
 from sglang_adaptive.policy.cost import CostModel, CostTableError, VerifySample
 from sglang_adaptive.runtime.cost_key import cost_key
+from sglang_adaptive.runtime.narrow_drafts import LEAST_REQUESTS
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +118,9 @@ class _Timer:
         }
         if self._always is not None:
             self._calls["always"] = self._always
+        self._narrow = {f"draft {width} tokens each": width for width in worker.narrow_widths}
+        for kind, width in self._narrow.items():
+            self._calls[kind] = partial(worker.profiled_draft, width=width)
 
     def run(self) -> CostModel:
         """Time everything within the seconds given, smallest sizes first; what is not reached is extrapolated."""
@@ -125,8 +130,10 @@ class _Timer:
         jobs: list[tuple[str, int, int]] = [("draft", count, DRAFT_KV) for count in requests]
         jobs += [("accept", count, 0) for count in tokens]
         jobs += [("verify", count, length) for count in tokens for length in self._kv_lengths(self._rows(count))]
+        jobs += [(kind, count, DRAFT_KV) for kind in self._narrow for count in requests if count >= LEAST_REQUESTS]
         jobs.sort(key=lambda job: (job[1], job[2]))
         results: dict[str, list[Any]] = {"draft": [], "accept": [], "verify": []}
+        narrow: dict[str, list[Any]] = {kind: [] for kind in self._narrow}
         for number, (kind, count, kv_length) in enumerate(jobs):
             spent = time.monotonic() - started
             if _broadcast(spent > self.seconds) and all(len(found) >= 3 for found in results.values()):
@@ -145,7 +152,7 @@ class _Timer:
             if kind == "verify":
                 results[kind] += [VerifySample(count, kv_length * self._rows(count), ms) for ms in times]
             else:
-                results[kind] += [(count, ms) for ms in times]
+                results.get(kind, narrow.get(kind)).extend((count, ms) for ms in times)
             if number % 8 == 0 or number == len(jobs) - 1:
                 logger.info(
                     "sglang_adaptive: profiling step costs, %d/%d (%s of %d: %.2f ms), %.1f s",
@@ -162,6 +169,7 @@ class _Timer:
             sampling=results["accept"],
             overhead_ms=0.0,
             capture_limit=self.tiers[-1] if self.tiers else None,
+            narrow_draft={width: narrow[kind] for kind, width in self._narrow.items()},
         )
 
     def _token_grid(self) -> list[int]:

@@ -61,6 +61,11 @@ class StepRecord:
         """Whether the step had drafts to verify."""
         return self.confidence is not None or (not self.observed and self.decision.draft)
 
+    @property
+    def width(self) -> int:
+        """Tokens drafted for each request; 0 is K. What ``confidence`` holds of further ones means nothing."""
+        return _width(self.decision)
+
 
 class _Landing:
     """Pinned memory on the CPU that one step at a time is copied to, and the event after its copies.
@@ -110,6 +115,14 @@ class _Flight:
     decision: Any
     tier: int
     observed: bool
+
+    @property
+    def width(self) -> int:
+        return _width(self.decision)
+
+
+def _width(decision: Any) -> int:
+    return int(getattr(decision, "width", 0))
 
 
 class StepRelay:
@@ -253,7 +266,12 @@ class StepRelay:
             step_ms, follows = self._step_ms(flight)
             confidence, verify_lens, commit_lens, extra = self._land(flight)
             if confidence is not None:
-                self._confidence[flight.slots] = confidence
+                width = flight.width
+                if width:
+                    # The columns of what was not drafted hold an older step's, of whichever requests.
+                    self._confidence[flight.slots, :width] = confidence[:, :width]
+                else:
+                    self._confidence[flight.slots] = confidence
                 self._generation[flight.slots] = flight.generations
             records.append(
                 StepRecord(

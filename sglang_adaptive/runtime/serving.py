@@ -34,6 +34,8 @@ class AdaptiveServing:
     family: str
     # What else the costs of this server's steps depend on.
     profiled_facts: dict[str, Any] = {}  # noqa: RUF012
+    # Numbers of drafts below K that ``profiled_draft`` can time, too.
+    narrow_widths: tuple[int, ...] = ()
 
     def begin_process(self) -> None:
         """First of all: refuse what would change the meaning of our patches, and read the options."""
@@ -95,6 +97,7 @@ class AdaptiveServing:
                 "verify_ms": self._cost.verify_ms.tolist(),
                 "draft_requests": self._cost.draft_points.tolist(),
                 "draft_ms": self._cost.draft_ms.tolist(),
+                "narrow_draft_ms": {width: ms.tolist() for width, ms in self._cost.narrow_draft_ms.items()},
             },
             **self.planner.counters.as_dict(),
         }

@@ -50,7 +50,7 @@ class FixedWidths:
             self._sets = dict.fromkeys(widths, packed)
             return
         in_graphs = packed[1] is not None and getattr(packed[1], "ragged_verify_mode", False)
-        if in_graphs and _least_free_bytes() < RESERVE_BYTES + len(widths) * _table_bytes(model_runner, packed[1]):
+        if in_graphs and least_free_bytes() < RESERVE_BYTES + len(widths) * _table_bytes(model_runner, packed[1]):
             logger.warning(
                 "sglang_adaptive: too little GPU memory is left for graphs of fixed width, so all steps are packed, "
                 "and with a DSpark draft drafting never stops. A lower --mem-fraction-static helps."
@@ -117,7 +117,7 @@ def _static() -> Iterator[None]:
         yield
 
 
-def _least_free_bytes() -> int:
+def least_free_bytes() -> int:
     """Of all ranks, which must decide alike."""
     free = torch.tensor(torch.cuda.mem_get_info()[0])
     group = get_parallel().tp_group

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_schedule
+from sglang.srt.runtime_context import get_parallel, get_schedule
 from sglang.srt.speculative.dspark_components import dspark_worker_v2 as host
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 
@@ -16,6 +16,8 @@ from sglang_adaptive.runtime import plain, seeds
 from sglang_adaptive.runtime.dspark_planner import AdaptiveVerifyPlanner
 from sglang_adaptive.runtime.estimate import Estimate
 from sglang_adaptive.runtime.heard_drafts import HeardDrafts
+from sglang_adaptive.runtime.narrow_drafts import NarrowDrafts
+from sglang_adaptive.runtime.narrow_drafts import widths as narrow_widths
 from sglang_adaptive.runtime.serving import AdaptiveServing
 from sglang_adaptive.runtime.trace_features import watch_drafts
 
@@ -34,6 +36,9 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
     """Drafts, verifies and accepts as the host does; how much it verifies is the planner's decision."""
 
     profiled_always = None
+    # The numbers of tokens, besides K, that a step may draft; and that of the draft that is being profiled.
+    narrow_widths: tuple[int, ...] = ()
+    _profiled_width = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.begin_process()
@@ -49,10 +54,22 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
         """Capture as the host does, then profile what was captured."""
         super().init_cuda_graphs()
         self.planner.capture_widths(self.gamma + 1, 1)
-        self.begin_serving(self._estimate())
+        estimate = self._estimate()
+        if estimate is None and self._drafts_narrow():
+            narrow = NarrowDrafts(
+                self, narrow_widths(self.gamma), lambda: self._profiled_width or self.planner.draft_width
+            )
+            self.narrow_widths = narrow.widths
+        self.begin_serving(estimate)
         if self.planner.ragged and self.planner.traces(self.options) and not self.options.policy:
             # For studies of confidences, in which nothing is trimmed: dozens of kernels a step.
             watch_drafts(self._proposer, self.planner.see_draft)
+
+    def _drafts_narrow(self) -> bool:
+        """Whether a step may draft fewer than K tokens. A trace wants the confidences of all K."""
+        plain = not self._draft_is_moe and self._deferred_commit() is None
+        wanted = self.options.policy and self.options.narrow_drafts and self.options.trace is None
+        return plain and wanted and self.planner.ragged and not get_parallel().attn_dp_enabled
 
     def _estimate(self) -> Estimate | None:
         """Where the draft's distributions are to be asked, too: what makes confidences of them and the head's."""
@@ -108,8 +125,8 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
             sampling_info=sampling_info, **kwargs
         )
 
-    def profiled_draft(self, requests: int, kv_length: int) -> Callable[[], Any]:
-        """One draft for R requests, which all use the host's padding slot."""
+    def profiled_draft(self, requests: int, kv_length: int, width: int = 0) -> Callable[[], Any]:
+        """One draft of ``width`` tokens (0: K) for R requests, which all use the host's padding slot."""
         seq_lens_cpu = torch.full((requests,), kv_length, dtype=torch.int64)
         zeros = torch.zeros(requests, dtype=torch.int64, device=self.device)
         batch = SimpleNamespace(
@@ -134,15 +151,19 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
                 model_runner=self.model_runner,
                 seq_lens_cpu=seq_lens_cpu,
             )
-            with self._draft_context():
-                self._proposer.propose(
-                    batch=batch,
-                    draft_input=draft_input,
-                    verify_window=window,
-                    bs=requests,
-                    device=self.device,
-                    target_model=self.model_runner.model,
-                    sampling_info=None,
-                )
+            self._profiled_width = width
+            try:
+                with self._draft_context():
+                    self._proposer.propose(
+                        batch=batch,
+                        draft_input=draft_input,
+                        verify_window=window,
+                        bs=requests,
+                        device=self.device,
+                        target_model=self.model_runner.model,
+                        sampling_info=None,
+                    )
+            finally:
+                self._profiled_width = 0
 
         return call

@@ -33,7 +33,7 @@ class Spec:
 @pytest.fixture
 def runner(monkeypatch):
     monkeypatch.setattr(widths, "_unable", lambda _: None)
-    monkeypatch.setattr(widths, "_least_free_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr(widths, "least_free_bytes", lambda: 10 * GIB)
     monkeypatch.setattr(widths, "get_spec", Spec)
     Graphs.made.clear()
     made = SimpleNamespace(
@@ -72,11 +72,11 @@ def test_graphs_that_the_host_captured_anew_make_ours_stale(runner):
 
 
 def test_with_little_memory_everything_stays_packed(runner, monkeypatch, caplog):
-    monkeypatch.setattr(widths, "_least_free_bytes", lambda: 3 * GIB + 1000)
+    monkeypatch.setattr(widths, "least_free_bytes", lambda: 3 * GIB + 1000)
     assert 8 not in FixedWidths(runner, (8, 1), own=8) and not Graphs.made
     assert "--mem-fraction-static" in caplog.text
     # 7 tables of 256 requests and 8192 pages, 4 bytes each, for either width
-    monkeypatch.setattr(widths, "_least_free_bytes", lambda: 3 * GIB + 2 * 7 * 4 * 256 * 8192)
+    monkeypatch.setattr(widths, "least_free_bytes", lambda: 3 * GIB + 2 * 7 * 4 * 256 * 8192)
     assert 8 in FixedWidths(runner, (8, 1), own=8)
 
 

@@ -1,6 +1,7 @@
 """Put on PYTHONPATH, this changes what a server's ranks see.
 
-With ``ADAPTIVE_TEST_COSTS`` the profile times everything as always, but what it keeps is made up: tokens are dear.
+With ``ADAPTIVE_TEST_COSTS`` the profile times everything as always, but what it keeps is made up: tokens are dear. If
+it is "narrow", drafts of K tokens are very dear, and shorter ones are not.
 
 With ``RANK_DRIFT_DIR`` (test_ranks.py) one tensor-parallel rank sees something else than the other: rank 1 hears other
 confidences of its draft, profiles other step costs and measures other step times than rank 0. On rank 0 every token is
@@ -77,6 +78,8 @@ def dear_profile(module: Any) -> None:
         assert times and min(times) > 0
         if kind == "always":  # the profile takes it off the draft's time
             return [0.0] * len(times)
+        if kind == "draft" and os.environ["ADAPTIVE_TEST_COSTS"] == "narrow":
+            return [1.0 + count] * len(times)
         return [made_up(kind, count)] * len(times)
 
     module._Timer._time = _time

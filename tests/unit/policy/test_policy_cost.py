@@ -142,7 +142,12 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     "changes",
     [
         {"format": "other"},
-        {"version": 2},
+        {"version": 3},
+        {"narrow_draft": []},
+        {"narrow_draft": {"0": [1.0]}},
+        {"narrow_draft": {"-3": [1.0]}},
+        {"narrow_draft": {"3": [2.0]}},
+        {"narrow_draft": {str(width): [] for width in range(1, 18)}},
         {"extra": 1},
         {"key": {"model": "tiny", "device": "cuda"}},
         {"key": None},

@@ -1,0 +1,201 @@
+"""Drafts of fewer than K tokens, for steps at many requests: the same draft model, over a shorter block of masks.
+
+The host drafts any block up to the trained one, but always the one that it was started with. Here it gets a second
+proposer, with attention and CUDA graphs of a shorter block, whose results lie in the first one's buffers: what comes
+after the draft finds K columns, of which the verification lengths let it use the first few only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info, make_draft_sampler_capture_hook
+from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockProposer, DraftProposal
+from sglang.srt.speculative.dspark_components.dspark_draft_sampler import DsparkDraftSampler
+
+from sglang_adaptive.runtime.widths import RESERVE_BYTES, least_free_bytes
+
+logger = logging.getLogger(__name__)
+
+# Below so many requests a few rows more cost a drafter next to nothing.
+LEAST_REQUESTS = 16
+# A shorter block is at most half of the trained one; a block of fewer has none.
+_LEAST_TRAINED = 4
+
+
+def widths(gamma: int) -> tuple[int, ...]:
+    """The shorter blocks of a draft of K = ``gamma`` tokens."""
+    return (gamma // 2,) if gamma >= _LEAST_TRAINED else ()
+
+
+class NarrowDrafts:
+    """From now on the worker's proposer drafts as many tokens as ``width()`` says, K or one of ``widths``.
+
+    To be made after the host captured its draft graphs. ``widths`` is empty where there is no room for more.
+    """
+
+    def __init__(self, worker: Any, wanted: Sequence[int], width: Callable[[], int]) -> None:
+        self._worker, self._wide, self._width = worker, worker._proposer, width
+        self._propose = self._wide.propose
+        self._narrow: dict[int, tuple[Any, Any, Any]] = {}
+        runner = worker.draft_model_runner
+        graphs = runner.decode_cuda_graph_runner
+        if _is_captured(graphs) and least_free_bytes() < RESERVE_BYTES:
+            logger.warning("sglang_adaptive: too little GPU memory is left for graphs of shorter drafts: none is made.")
+            return
+        for each in wanted:
+            self._narrow[each] = self._made(each)
+        self._beside = graphs
+        self._wide.propose = self._proposed
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of tokens, besides K, that can be drafted."""
+        return tuple(self._narrow)
+
+    def _made(self, width: int) -> tuple[Any, Any, Any]:
+        """Proposer, attention and graphs of drafts of ``width`` tokens."""
+        worker, wide, runner = self._worker, self._wide, self._worker.draft_model_runner
+        proposer = DraftBlockProposer(
+            draft_model=wide.draft_model,
+            draft_model_runner=runner,
+            gamma=width,
+            mask_token_id=wide._mask_token_id,
+            draft_block_spec_info=make_draft_block_spec_info(
+                draft_token_num=width + (not wide.sample_from_anchor), device=worker.device
+            ),
+            tp_sync=wide._tp_sync,
+            random_seed=worker.target_worker.random_seed,
+            greedy_draft=wide._greedy_draft,
+        )
+        # One sequence of draws for all widths.
+        proposer._noise = wide._noise
+        if torch.device(worker.device).type != "cuda":
+            # The CPU platform's attention takes the width from the step.
+            return proposer, runner.attn_backend, runner.decode_cuda_graph_runner
+        with worker._draft_context(), get_spec().override(speculative_num_draft_tokens=width + 1):
+            backend = runner._get_attention_backend(init_new_workspace=False)
+            graphs = runner.decode_cuda_graph_runner
+            if _is_captured(graphs):
+                graphs = self._captured(type(graphs), backend, width, proposer)
+        return proposer, backend, graphs
+
+    def _captured(self, kind: Any, backend: Any, width: int, proposer: Any) -> Any:
+        runner, wide = self._worker.draft_model_runner, self._wide._draft_sampler
+        logger.info("sglang_adaptive: capturing drafts of %d tokens", width)
+        hooks = []
+        if wide is not None:
+            proposer.attach_draft_sampler(_Sampler(wide, width))
+            hooks = [make_draft_sampler_capture_hook(proposer._draft_sampler)]
+        hosts, runner.capture_tail_hooks = runner.capture_tail_hooks, hooks
+        try:
+            with _large_batches_only():
+                return kind(runner, attn_backend=backend, speculative_num_draft_tokens=width + 1)
+        finally:
+            runner.capture_tail_hooks = hosts
+
+    def _proposed(self, **kwargs: Any) -> DraftProposal:
+        width = self._width()
+        runner = self._worker.draft_model_runner
+        # The host captures its graphs anew when it is told to after new weights: ours would compute with the old ones.
+        if width not in self._narrow or runner.decode_cuda_graph_runner is not self._beside:
+            return self._propose(**kwargs)
+        proposer, backend, graphs = self._narrow[width]
+        hosts = runner.attn_backend, runner.decode_cuda_graph_runner
+        runner.attn_backend, runner.decode_cuda_graph_runner = backend, graphs
+        try:
+            # What the host may have prepared is the wide block.
+            proposal = proposer.propose(**{**kwargs, "anchor_prepared": False})
+        finally:
+            runner.attn_backend, runner.decode_cuda_graph_runner = hosts
+        return self._widened(proposal, width)
+
+    def _widened(self, proposal: DraftProposal, width: int) -> DraftProposal:
+        """With K columns, of which those from ``width`` on hold anything."""
+        block, gamma = proposal.draft_block, self._wide.gamma
+        requests, sampler = len(block.draft_tokens), self._wide._draft_sampler
+        confidence, raw = proposal.confidence, proposal.confidence_raw
+        if (
+            sampler is not None
+            and isinstance(self._narrow[width][0]._draft_sampler, _Sampler)
+            and _in_buffers(block.draft_tokens, self._narrow[width][0]._draft_sampler.out)
+        ):
+            tokens = sampler.out[: requests * gamma].view(requests, gamma)
+            logits = None if block.greedy_draft else sampler.step_logits[:requests]
+            if sampler.confidence_out is not None and confidence is not None and confidence.shape[1] == width:
+                confidence, raw = sampler.confidence_out[:requests], sampler.confidence_raw_out[:requests]
+        else:
+            missing = gamma - width
+            tokens = torch.nn.functional.pad(block.draft_tokens, (0, missing))
+            logits = block.corrected_logits
+            if logits is not None:
+                logits = torch.nn.functional.pad(logits, (0, 0, 0, missing))
+            if confidence is not None and confidence.shape[1] == width:
+                confidence, raw = (torch.nn.functional.pad(each, (0, missing)) for each in (confidence, raw))
+        return msgspec.structs.replace(
+            proposal,
+            draft_block=msgspec.structs.replace(block, draft_tokens=tokens, corrected_logits=logits),
+            confidence=confidence,
+            confidence_raw=raw,
+            # Of K columns, too; the worker puts them together itself.
+            verify_ids=None,
+        )
+
+
+class _Sampler(DsparkDraftSampler):
+    """Samples ``width`` tokens into the first columns of the ``wide`` sampler's buffers."""
+
+    def __init__(self, wide: DsparkDraftSampler, width: int) -> None:
+        super().__init__(
+            model=wide.model,
+            gamma=width,
+            max_bs=wide.max_bs,
+            device=wide.out.device,
+            noise=wide._noise,
+            tp_sync=wide._tp_sync,
+            greedy_draft=wide.greedy_draft,
+        )
+        self._tokens = wide.out.view(wide.max_bs, wide.gamma)[:, :width]
+        self.verify_ids = None
+        if wide.confidence_out is not None:
+            self.confidence_out = wide.confidence_out[:, :width]
+            self.confidence_raw_out = wide.confidence_raw_out[:, :width]
+        if wide.step_logits is not None:
+            self.step_logits = wide.step_logits[:, :width]
+
+    def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor) -> None:
+        super().__call__(hidden_states, input_ids)
+        requests = hidden_states.shape[0] // self.query_token_num
+        self._tokens[:requests].copy_(self.out[: requests * self.gamma].view(requests, self.gamma))
+
+
+def _is_captured(graphs: Any) -> bool:
+    return isinstance(graphs, decode_cuda_graph_runner.DecodeCudaGraphRunner)
+
+
+def _in_buffers(tokens: torch.Tensor, out: torch.Tensor) -> bool:
+    return tokens.data_ptr() == out.data_ptr()
+
+
+@contextmanager
+def _large_batches_only() -> Iterator[None]:
+    """Graphs are captured from ``LEAST_REQUESTS`` on: smaller batches are padded to that."""
+    hosts = decode_cuda_graph_runner.get_batch_sizes_to_capture
+
+    def sizes(*args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
+        capture, compile = hosts(*args, **kwargs)
+        large = [size for size in capture if size >= LEAST_REQUESTS] or capture[-1:]
+        return large, [size for size in compile if size in large]
+
+    decode_cuda_graph_runner.get_batch_sizes_to_capture = sizes
+    try:
+        yield
+    finally:
+        decode_cuda_graph_runner.get_batch_sizes_to_capture = hosts
