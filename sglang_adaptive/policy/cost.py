@@ -90,8 +90,10 @@ class CostModel:
         """Build the table from raw timings.
 
         Each point is the median of its samples after outliers are dropped; samples that are not finite, or negative,
-        are ignored. Noise and tile sizes must not make a bigger batch look cheaper, so the cumulative maximum is taken
-        over tokens, over KV length, over requests and over rows.
+        are ignored. A bigger batch contains the smaller one and noise only makes timings longer, so no point costs more
+        than any larger one was measured to: the minimum is taken from the largest down, over tokens and KV length, over
+        requests, and over rows. A slow sample thus lifts no other point above what that one was measured to, and its
+        own not above the next larger one.
         """
         cells = _medians(((int(s.tokens), float(s.kv_tokens)), float(s.ms)) for s in verify if s.tokens > 0)
         if not cells:
@@ -109,7 +111,7 @@ class CostModel:
         return CostModel(
             tiers,
             kv_points,
-            _monotone(_fill(cells, tiers, kv_points)),
+            _least_of_larger(_fill(cells, tiers, kv_points)),
             draft_points,
             draft_ms,
             sampling_points,
@@ -305,7 +307,7 @@ def _medians(samples: Iterable[tuple[Point, float]]) -> dict[Point, float]:
 def _table(samples: Iterable[tuple[int, float]]) -> tuple[Ints, Floats]:
     cells = _medians(samples)
     points = sorted(cells)
-    return np.array(points, np.int64), np.maximum.accumulate(np.array([cells[point] for point in points]))
+    return np.array(points, np.int64), _least_of_larger(np.array([cells[point] for point in points]))
 
 
 def _fill(cells: Mapping[tuple[int, float], float], tiers: Ints, kv_points: Floats) -> Floats:
@@ -329,5 +331,8 @@ def _thinned(points: Floats) -> Floats:
     return np.asarray(points[np.linspace(0, points.size - 1, _MAX_KV_POINTS).round().astype(np.int64)])
 
 
-def _monotone(grid: Floats) -> Floats:
-    return np.asarray(np.maximum.accumulate(np.maximum.accumulate(grid, axis=0), axis=1))
+def _least_of_larger(ms: Floats) -> Floats:
+    """The least of each value and all at places that are as large or larger along every axis: non-decreasing."""
+    for axis in range(ms.ndim):
+        ms = np.flip(np.minimum.accumulate(np.flip(ms, axis), axis=axis), axis)
+    return np.ascontiguousarray(ms)

@@ -14,14 +14,16 @@ from numpy.typing import NDArray
 from sglang_adaptive.policy.cost import MAX_TOKENS, CostModel, CostTableError
 
 FORMAT = "sglang-adaptive-cost"
-VERSION = 2
+VERSION = 1
 MAX_BYTES = 8 << 20
 MAX_POINTS = 4096
 MAX_KV_POINTS = 256
 MAX_WIDTHS = 16
 MAX_MS = 1e6
 
-_FIELDS = {"format", "version", "key", "capture_limit", "overhead_ms", "verify", "draft", "narrow_draft", "sampling"}
+_FIELDS = {"format", "version", "key", "capture_limit", "overhead_ms", "verify", "draft", "sampling"}
+# Only where the server can draft fewer than K tokens.
+_NARROW = "narrow_draft"
 
 
 def save(model: CostModel, path: str | os.PathLike[str], key: Mapping[str, str]) -> None:
@@ -38,9 +40,10 @@ def save(model: CostModel, path: str | os.PathLike[str], key: Mapping[str, str])
             "ms": model.verify_ms.tolist(),
         },
         "draft": {"requests": model.draft_points.tolist(), "ms": model.draft_ms.tolist()},
-        "narrow_draft": {str(width): ms.tolist() for width, ms in model.narrow_draft_ms.items()},
         "sampling": {"tokens": model.sampling_points.tolist(), "ms": model.sampling_ms.tolist()},
     }
+    if model.narrow_draft_ms:
+        record[_NARROW] = {str(width): ms.tolist() for width, ms in model.narrow_draft_ms.items()}
     folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=".cost-", suffix=".tmp", dir=folder)
@@ -70,7 +73,7 @@ def load(path: str | os.PathLike[str], key: Mapping[str, str]) -> CostModel:
         raise CostTableError("The cost table is not valid JSON; it has to be profiled again.") from error
     _require(isinstance(record, dict) and record.get("format") == FORMAT, "is not a cost table")
     _require(record.get("version") == VERSION, f"has another version than {VERSION}")
-    _require(set(record) == _FIELDS, "has missing or unknown fields")
+    _require(set(record) - {_NARROW} == _FIELDS, "has missing or unknown fields")
     _require(record["key"] == dict(key), "was measured on another model, device, backend, graph set or version")
 
     verify = _section(record, "verify", {"tokens", "kv_tokens", "ms"})
@@ -87,7 +90,7 @@ def load(path: str | os.PathLike[str], key: Mapping[str, str]) -> CostModel:
     draft, sampling = _section(record, "draft", {"requests", "ms"}), _section(record, "sampling", {"tokens", "ms"})
     draft_points = _points(draft["requests"], "draft requests", lowest=0)
     sampling_points = _points(sampling["tokens"], "sampling tokens", lowest=0)
-    narrow = record["narrow_draft"]
+    narrow = record.get(_NARROW, {})
     _require(isinstance(narrow, dict) and len(narrow) <= MAX_WIDTHS, "has a broken narrow_draft section")
     _require(
         all(width.isascii() and width.isdigit() and 1 <= int(width) <= MAX_TOKENS for width in narrow),

@@ -40,6 +40,6 @@ def hopeless(costs: Path, into: Path) -> Path:
     for path in tables:
         table = json.loads(path.read_text())
         table["draft"]["ms"] = [1e4 + index for index in range(len(table["draft"]["ms"]))]
-        table["narrow_draft"] = dict.fromkeys(table["narrow_draft"], table["draft"]["ms"])
+        table["narrow_draft"] = dict.fromkeys(table.get("narrow_draft", {}), table["draft"]["ms"])
         (into / path.name).write_text(json.dumps(table))
     return into

@@ -40,6 +40,7 @@ GOOD = [
     ("calibration", "off", False),
     ("cost_correction", "on", True),
     ("skip_draft", "off", False),
+    ("narrow_drafts", "off", False),
     ("min_verify_len", "3", 3),
     ("max_verify_len", "4", 4),
     ("priority_weight", "2.5", 2.5),
@@ -67,7 +68,15 @@ def test_paths_become_absolute(tmp_path, monkeypatch):
 BAD = [
     *[
         (name, text)
-        for name in ("policy", "calibration", "draft_features", "cost_correction", "skip_draft", "triton_ragged")
+        for name in (
+            "policy",
+            "calibration",
+            "draft_features",
+            "cost_correction",
+            "skip_draft",
+            "narrow_drafts",
+            "triton_ragged",
+        )
         for text in ("yes", "ON", "")
     ],
     *[("min_gain", text) for text in ("-0.01", "1.01", "nan", "inf", "2%", "")],
