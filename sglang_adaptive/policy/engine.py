@@ -232,12 +232,25 @@ class Engine:
             return verify_all(alive, self.cost, non_draft_tokens, kv_tokens, ALL_WORTH, config.max_len)
         if no_trim_can_gain(self.cost, requests, requests * self._most, non_draft_tokens, kv_tokens, gain):
             return verify_all(alive, self.cost, non_draft_tokens, kv_tokens, LOW_LOAD, config.max_len)
+        return self._sized(alive, self.cost, non_draft_tokens, kv_tokens, weights)
+
+    def _best_narrow(
+        self, width: int, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
+    ) -> Decision:
+        """The best decision that drafts ``width`` tokens for each request. Its rows are packed in any case."""
+        best = self._sized(alive[:, :width], self._cost_at[width], non_draft_tokens, kv_tokens, weights)
+        return Decision(best.budget, True, False, best.expected_tokens, best.predicted_ms, TRIMMED, best.gain, width)
+
+    def _sized(
+        self, alive: Floats, cost: CostModel, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
+    ) -> Decision:
+        config = self.config
         return size_budget(
             alive,
-            self.cost,
+            cost,
             non_draft_tokens,
             kv_tokens,
-            rate_tokens_per_ms=self._rate_in_force(requests),
+            rate_tokens_per_ms=self._rate_in_force(alive.shape[0]),
             weights=weights,
             min_gain=config.min_gain,
             min_len=config.min_len,
@@ -245,25 +258,6 @@ class Engine:
             trim_ms=config.trim_ms,
             previous=self._previous,
         )
-
-    def _best_narrow(
-        self, width: int, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
-    ) -> Decision:
-        """The best decision that drafts ``width`` tokens for each request. Its rows are packed in any case."""
-        config, requests = self.config, alive.shape[0]
-        best = size_budget(
-            alive[:, :width],
-            self._cost_at[width],
-            non_draft_tokens,
-            kv_tokens,
-            rate_tokens_per_ms=self._rate_in_force(requests),
-            weights=weights,
-            min_gain=config.min_gain,
-            min_len=config.min_len,
-            trim_ms=config.trim_ms,
-            previous=self._previous,
-        )
-        return Decision(best.budget, True, False, best.expected_tokens, best.predicted_ms, TRIMMED, best.gain, width)
 
     def _wide_or_narrow(
         self, wide: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
