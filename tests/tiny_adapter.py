@@ -24,15 +24,29 @@ _SHAPES = {
 ALPHA, SIZE = 16.0, 0.06
 
 
-def make_adapter(folder: Path, rank: int, seed: int) -> Path:
-    """An adapter of random matrices, in the layout of PEFT: it changes what is said, and not all of it."""
+def adapter_that_tells(folder: Path, target: Path, prompts: Sequence[str], tokens: int, rank: int, seed: int):
+    """An adapter's folder, and what the adapted target says: the smallest adapter that changes at least one answer.
+
+    The target is trained on each machine anew and differs between them, so one size may change nothing on some.
+    """
+    plain, size = greedy(adapted(target), prompts, tokens), SIZE
+    while size < 64 * SIZE:
+        make_adapter(folder, rank, seed, size)
+        if (said := greedy(adapted(target, folder), prompts, tokens)) != plain:
+            return folder, said
+        size *= 2
+    raise AssertionError("no adapter of any size changes what the target says")
+
+
+def make_adapter(folder: Path, rank: int, seed: int, size: float = SIZE) -> Path:
+    """An adapter of random matrices, in the layout of PEFT."""
     generator, weights = torch.Generator().manual_seed(seed), {}
     for layer in range(TARGET_LAYERS):
         for name, (inputs, outputs) in _SHAPES.items():
             prefix = f"base_model.model.model.layers.{layer}.{name}"
             weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / inputs**0.5
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * SIZE / rank**0.5
-    folder.mkdir(parents=True)
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * size / rank**0.5
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
@@ -47,16 +61,18 @@ def make_adapter(folder: Path, rank: int, seed: int) -> Path:
     return folder
 
 
-def adapted(target: Path, adapter: Path):
-    """The target in plain torch with the adapter added to its weights."""
+def adapted(target: Path, adapter: Path | None = None):
+    """The target in plain torch, with the adapter added to its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    weights, low = load_file(target / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
-    scale = ALPHA / json.loads((adapter / "adapter_config.json").read_text())["r"]
-    for name, down in low.items():
-        if ".lora_A." in name:
-            up = low[name.replace(".lora_A.", ".lora_B.")]
-            weights[name.removeprefix("base_model.model.").replace(".lora_A", "")] += scale * up @ down
+    weights = load_file(target / "model.safetensors")
+    if adapter is not None:
+        low = load_file(adapter / "adapter_model.safetensors")
+        scale = ALPHA / json.loads((adapter / "adapter_config.json").read_text())["r"]
+        for name, down in low.items():
+            if ".lora_A." in name:
+                up = low[name.replace(".lora_A.", ".lora_B.")]
+                weights[name.removeprefix("base_model.model.").replace(".lora_A", "")] += scale * up @ down
     model = LlamaForCausalLM(LlamaConfig(**TARGET_CONFIG)).float()
     model.load_state_dict(weights)
     return model.eval()

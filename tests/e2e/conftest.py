@@ -39,16 +39,19 @@ def expected_ids(tiny_plain_server: Server) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two LoRA adapters of the tiny target, of different ranks."""
-    folder = tmp_path_factory.mktemp("adapters")
-    return {f"rank-{rank}": tiny_adapter.make_adapter(folder / f"rank-{rank}", rank, seed=rank) for rank in (4, 8)}
+def adapters_and_answers(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory):
+    """Two LoRA adapters of the tiny target, of different ranks, and what the first PROMPTS get with each."""
+    folder, asked = tmp_path_factory.mktemp("adapters"), (tiny_pair[0], PROMPTS[:6], 40)
+    return {f"rank-{r}": tiny_adapter.adapter_that_tells(folder / f"rank-{r}", *asked, r, seed=r) for r in (4, 8)}
 
 
 @pytest.fixture(scope="session")
-def adapted_ids(tiny_pair: tuple[Path, Path], adapters: dict[str, Path]) -> dict[str, list[list[int]]]:
+def adapters(adapters_and_answers) -> dict[str, Path]:
+    """Folders of the adapters."""
+    return {name: folder for name, (folder, _) in adapters_and_answers.items()}
+
+
+@pytest.fixture(scope="session")
+def adapted_ids(adapters_and_answers) -> dict[str, list[list[int]]]:
     """Greedy continuations of the first PROMPTS with each adapter, of the merged weights in plain torch."""
-    return {
-        name: tiny_adapter.greedy(tiny_adapter.adapted(tiny_pair[0], folder), PROMPTS[:6], 40)
-        for name, folder in adapters.items()
-    }
+    return {name: said for name, (_, said) in adapters_and_answers.items()}
