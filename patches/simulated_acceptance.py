@@ -60,11 +60,12 @@ def _hear(proposal: Any, *args: Any, batch: Any, **kwargs: Any) -> Any:
     return msgspec.structs.replace(proposal, folded=False, **heard)
 
 
-def _accept(result: Any, *args: Any, cutoff_layout: Any = None, **kwargs: Any) -> Any:
+def _accept(result: Any, *args: Any, gamma: int, cutoff_layout: Any = None, **kwargs: Any) -> Any:
     """The acceptance has run, and cost what it costs; its lengths are replaced."""
     if _mode.run is None:
         return None
-    (correct, bonus, trimmed), run = result, _mode.run
+    # Of a shorter draft than the server was started with, no more than that.
+    (correct, bonus, trimmed), run = result, _mode.run.clamp(max=gamma)
     kept = run if cutoff_layout is None else run.minimum(cutoff_layout.verify_lens.to(run.dtype) - 1)
     return kept.to(correct.dtype), bonus, (run - kept).to(trimmed.dtype)
 

@@ -24,10 +24,10 @@ class Decision:
     """What one step does.
 
     ``budget`` draft tokens are verified over the batch. ``draft`` False: the step runs without a drafter (budget 0).
-    ``uniform``: every request verifies all of its K drafts, so no allocation is needed. ``expected_tokens`` is the
-    expected output of the step and ``predicted_ms`` its cost; both are 0 where nothing was predicted. ``gain`` is the
-    predicted relative gain in tokens per ms over verifying everything. ``width`` tokens are drafted for each request; 0
-    is K, and the only one of a step that is ``uniform``.
+    ``uniform``: every request verifies all that is drafted for it, so no allocation is needed. ``expected_tokens`` is
+    the expected output of the step and ``predicted_ms`` its cost; both are 0 where nothing was predicted. ``gain`` is
+    the predicted relative gain in tokens per ms over verifying everything. ``width`` tokens are drafted for each
+    request; 0 is K.
     """
 
     budget: int
@@ -63,15 +63,28 @@ class Decision:
         )
 
     def for_requests(self, requests: int, gamma: int) -> Decision:
-        """The same for R requests, of a decision that drafts for none or verifies all of every request's K drafts; of
-        another one, which must be for R requests, itself."""
-        return self.with_budget(requests * gamma if self.uniform else self.budget)
+        """The same for R requests, of a decision that drafts for none or verifies all of every request's drafts
+        (``gamma`` is K); of another one, which must be for R requests, itself."""
+        return self.with_budget(requests * (self.width or gamma) if self.uniform else self.budget)
 
     def with_budget(self, budget: int) -> Decision:
         """The same with another budget, for which nothing is predicted."""
         if budget == self.budget:
             return self
         return Decision(budget, self.draft, self.uniform, 0.0, 0.0, self.reason, self.gain, self.width)
+
+    def of_width(self, width: int, uniform: bool) -> Decision:
+        """The same where every request drafts ``width`` tokens, and verifies all of them if ``uniform``."""
+        return Decision(
+            self.budget,
+            self.draft,
+            uniform,
+            self.expected_tokens,
+            self.predicted_ms,
+            self.reason,
+            self.gain,
+            width,
+        )
 
     def at_cost(self, predicted_ms: float) -> Decision:
         """The same at another predicted cost; ``dataclasses.replace`` takes three times as long."""

@@ -30,6 +30,7 @@ class PolicyConfig:
     take; 0 never does.
     ``forget_steps``: a tier's cost correction that was not confirmed for so many steps is dropped.
     ``refresh_steps``: measured state (rates, cost correction) comes into force once per so many observed steps.
+    ``narrow_whole``: a step that verifies all of a shorter draft needs no packing, as one that verifies all K drafts.
     ``auto_refresh``: False where a worker passes the state of rank 0 around instead.
     """
 
@@ -48,6 +49,7 @@ class PolicyConfig:
     look_steps: int = 4096
     forget_steps: int = 4096
     refresh_steps: int = 64
+    narrow_whole: bool = True
     auto_refresh: bool = True
 
     def __post_init__(self) -> None:

@@ -110,15 +110,19 @@ class Engine:
         width = self.draft_widths.begin(requests, elapsed)
         if width:
             decision = self._best_narrow(width, alive, non_draft_tokens, kv_tokens, weights)
+            if self._compares and self.config.narrow_whole and not decision.uniform:
+                decision = self._trimmed_or_whole(decision, alive[:, :width], non_draft_tokens, kv_tokens, elapsed)
         else:
-            decision = self._best_drafting(alive, non_draft_tokens, kv_tokens, weights)
+            decision = self._best_drafting(alive, cost, non_draft_tokens, kv_tokens, weights)
             if self._compares and not decision.uniform:
-                decision = self.modes.trimmed_or_whole(decision, alive, cost, non_draft_tokens, kv_tokens, elapsed)
-            if self.draft_widths.compares() and not self.gate.skipping:
+                decision = self._trimmed_or_whole(decision, alive, non_draft_tokens, kv_tokens, elapsed)
+            # While nothing is drafted all of the drafts are typical ones, of which no column is old.
+            if self.draft_widths.compares() or (self.gate.skipping and self.draft_widths.widths):
                 decision = self._wide_or_narrow(decision, alive, non_draft_tokens, kv_tokens, weights)
 
         # 3. Whether drafting pays at all.
-        if self._may_skip and self.profile.mean is not None:
+        looks = self.draft_widths.looks and not self.gate.skipping
+        if self._may_skip and self.profile.mean is not None and not looks:
             saved_ms = self._saved_ms(decision.width, requests)
             decision = self.modes.draft_or_not(decision, requests, cost, non_draft_tokens, kv_tokens, elapsed, saved_ms)
 
@@ -224,33 +228,22 @@ class Engine:
         return survival(likely, valid=valid, in_place=valid and likely is not confidence)
 
     def _best_drafting(
-        self, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
-    ) -> Decision:
-        requests, config = alive.shape[0], self.config
-        gain = needed_gain(config.min_gain, self._previous)
-        if self._informative and not self.cost.is_informative:
-            return verify_all(alive, self.cost, non_draft_tokens, kv_tokens, ALL_WORTH, config.max_len)
-        if no_trim_can_gain(self.cost, requests, requests * self._most, non_draft_tokens, kv_tokens, gain):
-            return verify_all(alive, self.cost, non_draft_tokens, kv_tokens, LOW_LOAD, config.max_len)
-        return self._sized(alive, self.cost, non_draft_tokens, kv_tokens, weights)
-
-    def _best_narrow(
-        self, width: int, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
-    ) -> Decision:
-        """The best decision that drafts ``width`` tokens for each request. Its rows are packed in any case."""
-        best = self._sized(alive[:, :width], self._cost_at[width], non_draft_tokens, kv_tokens, weights)
-        return Decision(best.budget, True, False, best.expected_tokens, best.predicted_ms, TRIMMED, best.gain, width)
-
-    def _sized(
         self, alive: Floats, cost: CostModel, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
     ) -> Decision:
-        config = self.config
+        """The best decision with the drafts of ``alive`` [requests, drafts], by the table ``cost`` for so many."""
+        (requests, drafts), config = alive.shape, self.config
+        gain = needed_gain(config.min_gain, self._previous)
+        if self._informative and not cost.is_informative:
+            return verify_all(alive, cost, non_draft_tokens, kv_tokens, ALL_WORTH, config.max_len)
+        most = requests * min(drafts, self._most)
+        if no_trim_can_gain(cost, requests, most, non_draft_tokens, kv_tokens, gain):
+            return verify_all(alive, cost, non_draft_tokens, kv_tokens, LOW_LOAD, config.max_len)
         return size_budget(
             alive,
             cost,
             non_draft_tokens,
             kv_tokens,
-            rate_tokens_per_ms=self._rate_in_force(alive.shape[0]),
+            rate_tokens_per_ms=self._rate_in_force(requests),
             weights=weights,
             min_gain=config.min_gain,
             min_len=config.min_len,
@@ -258,6 +251,27 @@ class Engine:
             trim_ms=config.trim_ms,
             previous=self._previous,
         )
+
+    def _best_narrow(
+        self, width: int, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
+    ) -> Decision:
+        """The best decision that drafts ``width`` tokens for each request."""
+        best = self._best_drafting(alive[:, :width], self._cost_at[width], non_draft_tokens, kv_tokens, weights)
+        if self.config.narrow_whole:
+            return best.of_width(width, best.uniform)
+        # Its rows are packed in any case.
+        return Decision(best.budget, True, False, best.expected_tokens, best.predicted_ms, TRIMMED, best.gain, width)
+
+    def _trimmed_or_whole(
+        self, trimmed: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float, elapsed: int
+    ) -> Decision:
+        """``trimmed`` or all the drafts of ``alive``, whichever was measured to be better."""
+        width, cost = trimmed.width, self._cost_at[trimmed.width] if trimmed.width else self.cost
+        saved_ms = self._saved_ms(width, alive.shape[0])
+        chosen = self.modes.trimmed_or_whole(
+            trimmed, alive, cost, non_draft_tokens, kv_tokens, elapsed, width, saved_ms
+        )
+        return chosen if chosen.width == width else chosen.of_width(width, chosen.uniform)
 
     def _wide_or_narrow(
         self, wide: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
@@ -310,7 +324,7 @@ class Engine:
         step_ms += saved_ms
         if self.config.correct_costs:
             profiled = self._profiled.point_ms(requests, tokens, rows, kv_tokens, drafted)
-            self.modes.observe(requests, draft_tokens, drafted, step_ms, profiled)
+            self.modes.observe(requests, draft_tokens, drafted, step_ms, profiled, width)
             if drafted and follows:
                 self._correction.observe(requests, non_draft_tokens, draft_tokens, kv_tokens, drafted, step_ms)
 

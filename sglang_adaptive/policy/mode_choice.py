@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sglang_adaptive.policy.budget import Decision, verify_all
 from sglang_adaptive.policy.cost import CostModel
-from sglang_adaptive.policy.modes import PLAIN, SIZE, TRIMMED, WHOLE, Look, ModeTimes, factors, mode_of
+from sglang_adaptive.policy.modes import PLAIN, SIZE, Look, ModeTimes, factors, mode_of
 from sglang_adaptive.policy.saturation import SaturationGate
 from sglang_adaptive.policy.steady import WHOLE_IS_FASTER
 
@@ -33,13 +33,18 @@ class ModeChoice:
     def __init__(self, profiled: CostModel, gate: SaturationGate, gamma: int, look_steps: int) -> None:
         self._profiled, self._gate, self._gamma = profiled, gate, gamma
         self._times = ModeTimes()
-        self._look_plain, self._look_whole, self._look_trimmed = Look(look_steps), Look(look_steps), Look(look_steps)
+        self._look_plain = Look(look_steps)
+        # At the other one of whole and trimmed steps: with all K drafts, and with fewer.
+        self._look_whole, self._look_trimmed = (tuple(Look(look_steps) for _ in range(2)) for _ in range(2))
         # A list: one item of an array at a time is several times slower.
         self._in_force = [0.0] * SIZE
 
-    def observe(self, requests: int, draft_tokens: int, drafted: bool, step_ms: float, profiled_ms: float) -> None:
-        """Count a finished step that verified ``draft_tokens`` over its requests."""
-        mode = mode_of(drafted, draft_tokens == requests * self._gamma)
+    def observe(
+        self, requests: int, draft_tokens: int, drafted: bool, step_ms: float, profiled_ms: float, width: int = 0
+    ) -> None:
+        """Count a finished step that verified ``draft_tokens`` of the ``width`` (0: K) that each request drafted; both
+        times as with K."""
+        mode = mode_of(drafted, draft_tokens == requests * (width or self._gamma), width)
         self._times.observe(requests, mode, step_ms, profiled_ms)
 
     def state(self) -> Floats:
@@ -58,16 +63,24 @@ class ModeChoice:
         non_draft_tokens: int,
         kv_tokens: float,
         elapsed: int,
+        width: int = 0,
+        saved_ms: float = 0.0,
     ) -> Decision:
         """Compare the best trim with verifying everything by what such steps were measured to take, where both were.
 
-        ``alive`` [requests, K]; ``elapsed`` steps after the call before.
+        ``alive`` [requests, ``width`` or K] of drafts that take ``saved_ms`` less than those of K; ``elapsed`` steps
+        after the call before.
         """
         requests = alive.shape[0]
         whole = verify_all(alive, cost, non_draft_tokens, kv_tokens, WHOLE_IS_FASTER)
         seen = factors(self._in_force, requests)
-        trimmed_ms = self._measured_ms(seen[TRIMMED], requests, non_draft_tokens, trimmed.budget, kv_tokens)
-        whole_ms = self._measured_ms(seen[WHOLE], requests, non_draft_tokens, whole.budget, kv_tokens)
+        trimmed_ms, whole_ms = (
+            self._measured_ms(
+                seen[mode_of(True, uniform, width)], requests, non_draft_tokens, budget, kv_tokens, saved_ms
+            )
+            for uniform, budget in ((False, trimmed.budget), (True, whole.budget))
+        )
+        look_whole, look_trimmed = self._look_whole[width > 0], self._look_trimmed[width > 0]
         advantage = trimmed.expected_tokens / (trimmed_ms or trimmed.predicted_ms)
         advantage /= whole.expected_tokens / (whole_ms or whole.predicted_ms)
         if self._gate.skipping:
@@ -75,9 +88,9 @@ class ModeChoice:
             unknown = not whole_ms and advantage < _BEYOND_DOUBT
             return whole if unknown or (trimmed_ms and whole_ms and advantage < 1.0) else trimmed
         if trimmed_ms and whole_ms and advantage < 1.0:
-            due = self._look_trimmed.due(requests, 1.0 / advantage, elapsed)
+            due = look_trimmed.due(requests, 1.0 / advantage, elapsed)
             return replace(trimmed, reason=LOOK_TRIMMED) if due else whole
-        due = self._look_whole.due(requests, advantage, elapsed)
+        due = look_whole.due(requests, advantage, elapsed)
         return replace(whole, reason=LOOK_WHOLE) if due else trimmed
 
     def draft_or_not(
@@ -93,10 +106,10 @@ class ModeChoice:
         """Compare drafting with not drafting by what their steps were measured to take, where they were, else by the
         table; ``elapsed`` steps after the call before. ``drafting`` takes ``saved_ms`` less than with K drafts."""
         seen = factors(self._in_force, requests)
-        plain, drafted = seen[PLAIN], seen[WHOLE if drafting.uniform else TRIMMED]
+        plain, drafted = seen[PLAIN], seen[mode_of(True, drafting.uniform, drafting.width)]
         draft_ms = drafting.predicted_ms
         if drafted:
-            draft_ms = self._measured_ms(drafted, requests, non_draft_tokens, drafting.budget, kv_tokens) - saved_ms
+            draft_ms = self._measured_ms(drafted, requests, non_draft_tokens, drafting.budget, kv_tokens, saved_ms)
         profiled_ms = self._profiled.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
         if plain:
             plain_ms = plain * profiled_ms
@@ -112,10 +125,18 @@ class ModeChoice:
         return decision
 
     def _measured_ms(
-        self, factor: float, requests: int, non_draft_tokens: int, draft_tokens: int, kv_tokens: float
+        self,
+        factor: float,
+        requests: int,
+        non_draft_tokens: int,
+        draft_tokens: int,
+        kv_tokens: float,
+        saved_ms: float,
     ) -> float:
         """What a step that drafts was measured to take, by the ``factor`` of its mode; 0 where that is not known."""
         if not factor:
             return 0.0
         tokens, rows = non_draft_tokens + draft_tokens, requests + draft_tokens
-        return factor * self._profiled.point_ms(requests, tokens, rows, kv_tokens)
+        profiled_ms = self._profiled.point_ms(requests, tokens, rows, kv_tokens)
+        # Never as little as nothing, whatever was measured.
+        return max(factor * profiled_ms - saved_ms, 0.05 * profiled_ms)

@@ -27,13 +27,19 @@ _FIRST_INTERVAL = 32
 PRICE = 0.002
 # As many requests' next tokens weigh as much as all before them when the advantage of drafting is averaged.
 _CALM_REQUESTS = 32
-PLAIN, WHOLE, TRIMMED = range(3)
-SIZE = 3 * BUCKETS
+PLAIN, WHOLE, TRIMMED, NARROW_WHOLE, NARROW_TRIMMED = range(5)
+MODES = 5
+SIZE = MODES * BUCKETS
 
 
-def mode_of(drafted: bool, uniform: bool) -> int:
-    """PLAIN without a draft, WHOLE where everything is verified, else TRIMMED."""
-    return (WHOLE if uniform else TRIMMED) if drafted else PLAIN
+def mode_of(drafted: bool, uniform: bool, width: int = 0) -> int:
+    """PLAIN without a draft, WHOLE where everything that was drafted is verified, else TRIMMED; the latter two apart
+    where ``width`` tokens, fewer than K, were drafted."""
+    if not drafted:
+        return PLAIN
+    if width:
+        return NARROW_WHOLE if uniform else NARROW_TRIMMED
+    return WHOLE if uniform else TRIMMED
 
 
 class ModeTimes:
@@ -43,8 +49,8 @@ class ModeTimes:
     """
 
     def __init__(self) -> None:
-        self._ratios = np.zeros((3, BUCKETS, WINDOW))
-        self._count = np.zeros((3, BUCKETS), np.int64)
+        self._ratios = np.zeros((MODES, BUCKETS, WINDOW))
+        self._count = np.zeros((MODES, BUCKETS), np.int64)
 
     def observe(self, requests: int, mode: int, step_ms: float, profiled_ms: float) -> None:
         """Count one step. Times that are not finite or not positive are dropped."""
@@ -55,8 +61,8 @@ class ModeTimes:
         self._count[mode, bucket] += 1
 
     def state(self) -> Floats:
-        """[3 * BUCKETS] factors by mode and load; 0 where too few steps were seen."""
-        factors = np.zeros((3, BUCKETS))
+        """[``SIZE``] factors by mode and load; 0 where too few steps were seen."""
+        factors = np.zeros((MODES, BUCKETS))
         for mode, bucket in np.argwhere(self._count >= MIN_SAMPLES):
             seen = min(int(self._count[mode, bucket]), WINDOW)
             factors[mode, bucket] = np.clip(np.quantile(self._ratios[mode, bucket, :seen], 0.25), *_FACTOR_RANGE)

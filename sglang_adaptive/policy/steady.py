@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from sglang_adaptive.policy.budget import ALL_WORTH, LOW_LOAD, SMALL_GAIN, TRIMMED, Decision
-from sglang_adaptive.policy.rate import RunningRate
 from sglang_adaptive.policy.saturation import SATURATED
 
 EVERY = 8
@@ -22,6 +21,8 @@ EVERY_TRIM = 4
 STREAK_TRIM = 16
 # Until so many steps were sized every one is learned from: a head may be off at the start.
 LEARN_STEPS = 256
+# A batch's size goes up and down by a few requests: that is one load, wherever it lies.
+SAME_LOAD = 1.5
 WHOLE_IS_FASTER = "verify everything: a step that trims takes longer than the trim saves"
 _REPEATABLE = frozenset((ALL_WORTH, LOW_LOAD, SMALL_GAIN, WHOLE_IS_FASTER, SATURATED))
 
@@ -29,10 +30,10 @@ _REPEATABLE = frozenset((ALL_WORTH, LOW_LOAD, SMALL_GAIN, WHOLE_IS_FASTER, SATUR
 class Steady:
     """Counts equal decisions. Steps are its only clock, so ranks that decide alike repeat alike.
 
-    A load is a power of two of requests. After ``streak`` sized steps on end with one decision at one load, the next
-    ``every`` - 1 steps at that load repeat it; then one is sized again, and goes on with the streak or ends it. Steps
-    that trim count as one decision whatever their budget, with ``streak_trim`` and ``every_trim`` (0 or 1 never repeats
-    one) and not among the first ``learn_steps`` sized steps.
+    Loads are alike within a factor of ``SAME_LOAD`` from the one that a streak began with. After ``streak`` sized steps
+    on end with one decision at one load, the next ``every`` - 1 steps at that load repeat it; then one is sized again,
+    and goes on with the streak or ends it. Steps that trim count as one decision whatever their budget, with
+    ``streak_trim`` and ``every_trim`` (0 or 1 never repeats one) and not among the first ``learn_steps`` sized steps.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class Steady:
     ) -> None:
         self._every, self._streak, self._learn_steps = every, streak, learn_steps
         self.every_trim, self._streak_trim = every_trim, streak_trim
-        self._state: tuple[bool, bool, int, int] | None = None
-        self._requests = 0
+        self._state: tuple[bool, bool, int] | None = None
+        self._requests = self._load = 0
         self._seen = self._sized = 0
         self.left = self.repeated = 0
 
@@ -57,10 +58,11 @@ class Steady:
         self._sized += 1
         trimmed = decision.reason == TRIMMED and decision.draft and not decision.uniform
         repeatable = decision.reason in _REPEATABLE and (decision.uniform or not decision.draft)
-        state = (
-            (decision.draft, trimmed, RunningRate.bucket(requests), decision.width) if repeatable or trimmed else None
-        )
-        self._seen = self._seen + 1 if state is not None and state == self._state else 0
+        state = (decision.draft, trimmed, decision.width) if repeatable or trimmed else None
+        if state is not None and state == self._state and self._is_same(requests):
+            self._seen += 1
+        else:
+            self._seen, self._load = 0, requests
         self._state = state
         every, streak = (self.every_trim, self._streak_trim) if trimmed else (self._every, self._streak)
         learned = not trimmed or self._sized >= self._learn_steps
@@ -70,12 +72,15 @@ class Steady:
         """Whether the next step, of R requests, may repeat the last sized decision; counts it if so."""
         if not self.left:
             return False
-        if self._state is None or self._state[2] != RunningRate.bucket(requests):
+        if not self._is_same(requests):
             self._seen = self.left = 0
             return False
         self.left -= 1
         self.repeated += 1
         return True
+
+    def _is_same(self, requests: int) -> bool:
+        return self._load <= requests * SAME_LOAD and requests <= self._load * SAME_LOAD
 
     def again(
         self,

@@ -1,15 +1,19 @@
 """Drafts of fewer than K tokens, for steps at many requests: the same draft model, over a shorter block of masks.
 
 The host drafts any block up to the trained one, but always the one that it was started with. Here it gets a second
-proposer, with attention and CUDA graphs of a shorter block, whose results lie in the first one's buffers: what comes
-after the draft finds K columns, of which the verification lengths let it use the first few only.
+proposer, with attention and CUDA graphs of a shorter block.
+
+A step that trims such a draft is the host's for K: the results lie in the first proposer's buffers, and what comes
+after the draft finds K columns, of which the verification lengths let it use the first few only. A step that verifies
+all of it is what the host would do if it had been started with a shorter block: nothing is packed, and acceptance has
+as many rows as were verified.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
@@ -20,12 +24,10 @@ from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_inf
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockProposer, DraftProposal
 from sglang.srt.speculative.dspark_components.dspark_draft_sampler import DsparkDraftSampler
 
-from sglang_adaptive.runtime.widths import RESERVE_BYTES, least_free_bytes
+from sglang_adaptive.runtime.widths import RESERVE_BYTES, large_batches_only, least_free_bytes
 
 logger = logging.getLogger(__name__)
 
-# Below so many requests a few rows more cost a drafter next to nothing.
-LEAST_REQUESTS = 16
 # A shorter block is at most half of the trained one; a block of fewer has none.
 _LEAST_TRAINED = 4
 
@@ -45,20 +47,48 @@ class NarrowDrafts:
         self._worker, self._wide, self._width = worker, worker._proposer, width
         self._propose = self._wide.propose
         self._narrow: dict[int, tuple[Any, Any, Any]] = {}
+        self._whole = False
         runner = worker.draft_model_runner
-        graphs = runner.decode_cuda_graph_runner
+        self._beside = graphs = runner.decode_cuda_graph_runner
         if _is_captured(graphs) and least_free_bytes() < RESERVE_BYTES:
             logger.warning("sglang_adaptive: too little GPU memory is left for graphs of shorter drafts: none is made.")
             return
         for each in wanted:
             self._narrow[each] = self._made(each)
-        self._beside = graphs
         self._wide.propose = self._proposed
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The numbers of tokens, besides K, that can be drafted."""
         return tuple(self._narrow)
+
+    def drafts(self, width: int) -> bool:
+        """Whether ``width`` tokens can be drafted just now."""
+        # The host captures its graphs anew when it is told to after new weights: ours would compute with the old ones.
+        return width in self._narrow and self._worker.draft_model_runner.decode_cuda_graph_runner is self._beside
+
+    @contextmanager
+    def whole(self, width: int) -> Iterator[None]:
+        """Let the worker take a step as if it had been started with a block of ``width``, which must be drafted."""
+        worker, executor = self._worker, self._worker._verify_executor
+        places = (
+            (worker, "gamma", width),
+            (worker, "verify_num_draft_tokens", width + 1),
+            (worker, "_block_pos_offsets", worker._block_pos_offsets[: width + 1]),
+            (worker, "_observers", _Unobserved(worker._observers)),
+            (executor, "gamma", width),
+            (executor, "verify_num_draft_tokens", width + 1),
+        )
+        hosts = [getattr(owner, name) for owner, name, _ in places]
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+            for (owner, name, _), value in zip(places, hosts, strict=True):
+                setattr(owner, name, value)
 
     def _made(self, width: int) -> tuple[Any, Any, Any]:
         """Proposer, attention and graphs of drafts of ``width`` tokens."""
@@ -96,7 +126,7 @@ class NarrowDrafts:
             hooks = [make_draft_sampler_capture_hook(proposer._draft_sampler)]
         hosts, runner.capture_tail_hooks = runner.capture_tail_hooks, hooks
         try:
-            with _large_batches_only():
+            with large_batches_only():
                 return kind(runner, attn_backend=backend, speculative_num_draft_tokens=width + 1)
         finally:
             runner.capture_tail_hooks = hosts
@@ -104,8 +134,7 @@ class NarrowDrafts:
     def _proposed(self, **kwargs: Any) -> DraftProposal:
         width = self._width()
         runner = self._worker.draft_model_runner
-        # The host captures its graphs anew when it is told to after new weights: ours would compute with the old ones.
-        if width not in self._narrow or runner.decode_cuda_graph_runner is not self._beside:
+        if not self.drafts(width):
             return self._propose(**kwargs)
         proposer, backend, graphs = self._narrow[width]
         hosts = runner.attn_backend, runner.decode_cuda_graph_runner
@@ -115,7 +144,7 @@ class NarrowDrafts:
             proposal = proposer.propose(**{**kwargs, "anchor_prepared": False})
         finally:
             runner.attn_backend, runner.decode_cuda_graph_runner = hosts
-        return self._widened(proposal, width)
+        return proposal if self._whole else self._widened(proposal, width)
 
     def _widened(self, proposal: DraftProposal, width: int) -> DraftProposal:
         """With K columns, of which those from ``width`` on hold anything."""
@@ -147,6 +176,27 @@ class NarrowDrafts:
             # Of K columns, too; the worker puts them together itself.
             verify_ids=None,
         )
+
+
+class _Unobserved:
+    """The host's observers for a step that they are not told of: what they keep is of K columns."""
+
+    def __init__(self, hosts: Any) -> None:
+        self._hosts = hosts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hosts, name)
+
+    def begin_step(self) -> None:
+        """The step counts as one of no interest."""
+        self._hosts.note_idle_decode_step()
+
+    def segment(self, name: Any) -> AbstractContextManager[None]:
+        """Its parts are timed by the profiler's annotations only."""
+        return self._hosts.segment(name)
+
+    def observe_verify_step(self, **_: Any) -> None:
+        """Nothing is kept."""
 
 
 class _Sampler(DsparkDraftSampler):
@@ -182,20 +232,3 @@ def _is_captured(graphs: Any) -> bool:
 
 def _in_buffers(tokens: torch.Tensor, out: torch.Tensor) -> bool:
     return tokens.data_ptr() == out.data_ptr()
-
-
-@contextmanager
-def _large_batches_only() -> Iterator[None]:
-    """Graphs are captured from ``LEAST_REQUESTS`` on: smaller batches are padded to that."""
-    hosts = decode_cuda_graph_runner.get_batch_sizes_to_capture
-
-    def sizes(*args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
-        capture, compile = hosts(*args, **kwargs)
-        large = [size for size in capture if size >= LEAST_REQUESTS] or capture[-1:]
-        return large, [size for size in compile if size in large]
-
-    decode_cuda_graph_runner.get_batch_sizes_to_capture = sizes
-    try:
-        yield
-    finally:
-        decode_cuda_graph_runner.get_batch_sizes_to_capture = hosts

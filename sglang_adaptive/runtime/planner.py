@@ -24,7 +24,7 @@ from sglang_adaptive.policy.cost import CostModel
 from sglang_adaptive.policy.engine import Engine, PolicyConfig
 from sglang_adaptive.policy.steady import EVERY, Steady
 from sglang_adaptive.runtime import trace_features
-from sglang_adaptive.runtime.compiled_allocation import compiled_allocation
+from sglang_adaptive.runtime.compiled_allocation import serving_allocation
 from sglang_adaptive.runtime.counters import Counters
 from sglang_adaptive.runtime.device import async_h2d
 from sglang_adaptive.runtime.estimate import Estimate
@@ -58,6 +58,8 @@ class StepPlanner:
         self._group = group
         self._layouts = Layouts(model_runner, device, gamma + 1)
         self.widths: FixedWidths | None = None
+        # Whether drafts of so many tokens can be made just now; all K always can.
+        self.drafts_narrow: Callable[[int], bool] = lambda width: False
         self._skips_drafts = True
         self._engine: Engine | None = None
         self._relay: StepRelay | None = None
@@ -85,6 +87,11 @@ class StepPlanner:
             # A family that asks for no width of one packs its steps without a draft.
             self._skips_drafts = all(self.serves(width) for width in widths if width == 1)
 
+    def add_width(self, width: int) -> None:
+        """Make graphs of ``width`` tokens for each of many requests, too."""
+        if self.widths is not None:
+            self.widths.add(width)
+
     def begin_serving(
         self, *, cost: CostModel, options: Options, max_requests: int, estimate: Estimate | None = None
     ) -> None:
@@ -103,6 +110,7 @@ class StepPlanner:
             learns_first=estimate is not None and estimate.head and estimate.learning,
             correct_costs=options.cost_correction,
             skip_draft=options.skip_draft and self._skips_drafts,
+            narrow_whole=all(self.serves(width + 1) for width in cost.narrow_draft_ms),
             auto_refresh=self._group.world_size == 1,
         )
         self._engine = Engine(config, cost if options.policy else CostModel.empty(), self.gamma)
@@ -137,7 +145,7 @@ class StepPlanner:
             identity = torch.tensor([[0.0], [1.0]], device=self.device).repeat(1, self.gamma)
             self._calibration = identity
             lengths = {min(config.max_len, width + 1) for width in (self.gamma, *self._engine.draft_widths.widths)}
-            self._allocate = compiled_allocation(max_requests, config, identity, sorted(lengths))
+            self._allocate = serving_allocation(max_requests, config, identity, sorted(lengths))
 
     def traces(self, options: Options) -> bool:
         """Whether this rank records a trace."""
@@ -256,12 +264,16 @@ class StepPlanner:
 
     @property
     def in_fixed_width(self) -> bool:
-        """Whether this step verifies K + 1 tokens of every request, with the graphs and the attention for that."""
-        return self.decision is not None and self.decision.uniform and self.serves(self.gamma + 1)
+        """Whether this step verifies all that is drafted of every request, with the graphs and the attention for
+        that."""
+        decision = self.decision
+        if decision is None or not decision.uniform or not self.serves(self.draft_width + 1):
+            return False
+        return not decision.width or self.drafts_narrow(decision.width)
 
     def fixed_width(self) -> AbstractContextManager[None]:
         """What the step's verification must run in."""
-        return self.widths.active(self.gamma + 1) if self.in_fixed_width else nullcontext()
+        return self.widths.active(self.draft_width + 1) if self.in_fixed_width else nullcontext()
 
     def layout(self, requests: int, confidence: torch.Tensor | None) -> Any:
         """The step's packed layout from its live confidences [R, K]; None in a step of fixed width."""
@@ -269,9 +281,9 @@ class StepPlanner:
             # Ranks must allocate alike: they use rank 0's confidences, like its draft tokens.
             self._group.broadcast(confidence, src=0)
         if self.in_fixed_width:
-            self._layout, self._tier = None, requests * (self.gamma + 1)
+            self._layout, self._tier = None, requests * (self.draft_width + 1)
             return None
-        if confidence is None or self.decision is None or self.decision.uniform:
+        if confidence is None or self.decision is None or (self.decision.uniform and not self.decision.width):
             return self._take(self._layouts.uniform(requests))
         config, weights = self._engine.config, self._weights
         max_len = min(config.max_len, self.draft_width + 1)
@@ -293,7 +305,7 @@ class StepPlanner:
 
     def draft_after_all(self) -> None:
         """The batch needs the host's full step: draft, and verify everything."""
-        self.decision = replace(self.decision, draft=True, uniform=True, budget=self._requests * self.gamma)
+        self.decision = replace(self.decision, draft=True, uniform=True, budget=self._requests * self.gamma, width=0)
 
     def anchor_layout(self, requests: int) -> Any:
         """The packed layout that verifies one token of each request."""
@@ -313,7 +325,7 @@ class StepPlanner:
     def publish(self, *, confidence: torch.Tensor | None, commit_lens: torch.Tensor | None) -> None:
         """Send the step's confidences [R, K] and committed tokens [R] on their way to the CPU; None without a draft.
 
-        Of a step that repeats a decision only the committed tokens go.
+        A shorter draft may have fewer columns. Of a step that repeats a decision only the committed tokens go.
         """
         if self._repeating:
             rows = (

@@ -31,7 +31,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_gr
 from sglang_adaptive.options import Options
 from sglang_adaptive.policy.cost import CostModel, CostTableError, VerifySample
 from sglang_adaptive.runtime.cost_key import cost_key
-from sglang_adaptive.runtime.narrow_drafts import LEAST_REQUESTS
+from sglang_adaptive.runtime.widths import LEAST_REQUESTS
 
 logger = logging.getLogger(__name__)
 

@@ -185,7 +185,8 @@ class StepRelay:
         """Start the copies of a step just launched, in stream order. Device tensors: [R, K], [R], [R] and [R, extra].
 
         All of them are None for a step that did not draft: one token each, so there is nothing to copy. ``verify_lens``
-        is None where all K + 1 tokens were verified.
+        is None where the anchor and all drafts were verified. Of a shorter draft ``confidence`` may have its columns
+        only.
         """
         landing, start, self._start = None, self._start, None
         if confidence is not None:
@@ -303,7 +304,11 @@ class StepRelay:
         verify_lens, commit_lens = landing.array("verify_lens"), landing.array("commit_lens")
         self._landings.append(landing)
         if verify_lens is None:
-            verify_lens = np.full(len(flight.slots), self.gamma + 1)
+            verify_lens = np.full(len(flight.slots), (flight.width or self.gamma) + 1)
+        if confidence is not None and confidence.shape[1] < self.gamma:
+            columns = np.zeros((len(confidence), self.gamma), confidence.dtype)
+            columns[:, : confidence.shape[1]] = confidence
+            confidence = columns
         return confidence, verify_lens.astype(np.int64), commit_lens.astype(np.int64), extra
 
     def read(self, slots: np.ndarray, generations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.environ import envs
+from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 logger = logging.getLogger(__name__)
 
 # What must be left on the GPU besides the new attentions' tables; with less, packed graphs serve every step.
 RESERVE_BYTES = 3 << 30
+# Below so many requests a few rows more cost a drafter next to nothing.
+LEAST_REQUESTS = 16
 # Page tables of an attention: at most so many, four bytes for each request and page.
 _TABLES = 7
 
@@ -45,25 +48,47 @@ class FixedWidths:
                 "sglang_adaptive: %s, so all steps are packed, and with a DSpark draft drafting never stops.", reason
             )
             return
-        if torch.device(model_runner.device).type != "cuda":
-            # The CPU platform's attention takes the width from the step.
-            self._sets = dict.fromkeys(widths, packed)
-            return
-        in_graphs = packed[1] is not None and getattr(packed[1], "ragged_verify_mode", False)
-        if in_graphs and least_free_bytes() < RESERVE_BYTES + len(widths) * _table_bytes(model_runner, packed[1]):
+        if not self._has_room(len(widths)):
             logger.warning(
                 "sglang_adaptive: too little GPU memory is left for graphs of fixed width, so all steps are packed, "
                 "and with a DSpark draft drafting never stops. A lower --mem-fraction-static helps."
             )
             return
         for width in widths:
-            if not in_graphs and width == own:
-                self._sets[width] = packed
-                continue
-            with get_spec().override(speculative_num_draft_tokens=width), _static():
-                backend = model_runner._get_attention_backend(init_new_workspace=False)
-                graphs = self._capture(packed[1], backend, width) if in_graphs else packed[1]
-            self._sets[width] = backend, graphs
+            self._sets[width] = packed if width == own and not self._in_graphs else self._made(width)
+
+    def add(self, width: int) -> None:
+        """Serve ``width``, too, in batches of ``LEAST_REQUESTS`` and more; smaller ones are padded to that."""
+        if not self._sets:
+            return
+        if not self._has_room(1):
+            logger.warning(
+                "sglang_adaptive: too little GPU memory is left for graphs of %d tokens a request: such steps are "
+                "packed.",
+                width,
+            )
+            return
+        with large_batches_only():
+            self._sets[width] = self._made(width)
+
+    @property
+    def _in_graphs(self) -> bool:
+        return self._beside is not None and getattr(self._beside, "ragged_verify_mode", False)
+
+    def _has_room(self, more: int) -> bool:
+        """Whether there is memory for ``more`` sets."""
+        if torch.device(self._runner.device).type != "cuda" or not self._in_graphs:
+            return True
+        return least_free_bytes() >= RESERVE_BYTES + more * _table_bytes(self._runner, self._beside)
+
+    def _made(self, width: int) -> tuple[Any, Any]:
+        runner, packed = self._runner, self._beside
+        if torch.device(runner.device).type != "cuda":
+            # The CPU platform's attention takes the width from the step.
+            return runner.attn_backend, packed
+        with get_spec().override(speculative_num_draft_tokens=width), _static():
+            backend = runner._get_attention_backend(init_new_workspace=False)
+            return backend, self._capture(packed, backend, width) if self._in_graphs else packed
 
     def _capture(self, packed_graphs: Any, backend: Any, width: int) -> Any:
         runner = self._runner
@@ -109,6 +134,23 @@ def _table_bytes(model_runner: Any, graphs: Any) -> int:
     # Of triton: the whole context of every row, not of every request.
     of_rows = getattr(model_runner.attn_backend, "cuda_graph_kv_indices", None)
     return tables + (of_rows.nbytes if isinstance(of_rows, torch.Tensor) else 0)
+
+
+@contextmanager
+def large_batches_only() -> Iterator[None]:
+    """Graphs are captured from ``LEAST_REQUESTS`` on: smaller batches are padded to that."""
+    hosts = decode_cuda_graph_runner.get_batch_sizes_to_capture
+
+    def sizes(*args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
+        capture, compile = hosts(*args, **kwargs)
+        large = [size for size in capture if size >= LEAST_REQUESTS] or capture[-1:]
+        return large, [size for size in compile if size in large]
+
+    decode_cuda_graph_runner.get_batch_sizes_to_capture = sizes
+    try:
+        yield
+    finally:
+        decode_cuda_graph_runner.get_batch_sizes_to_capture = hosts
 
 
 @contextmanager

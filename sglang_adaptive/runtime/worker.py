@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,7 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
     # The numbers of tokens, besides K, that a step may draft; and that of the draft that is being profiled.
     narrow_widths: tuple[int, ...] = ()
     _profiled_width = 0
+    _narrow: NarrowDrafts | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.begin_process()
@@ -56,10 +57,12 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
         self.planner.capture_widths(self.gamma + 1, 1)
         estimate = self._estimate()
         if estimate is None and self._drafts_narrow():
-            narrow = NarrowDrafts(
+            self._narrow = narrow = NarrowDrafts(
                 self, narrow_widths(self.gamma), lambda: self._profiled_width or self.planner.draft_width
             )
-            self.narrow_widths = narrow.widths
+            self.narrow_widths, self.planner.drafts_narrow = narrow.widths, narrow.drafts
+            for width in narrow.widths:
+                self.planner.add_width(width + 1)
         self.begin_serving(estimate)
         if self.planner.ragged and self.planner.traces(self.options) and not self.options.policy:
             # For studies of confidences, in which nothing is trimmed: dozens of kernels a step.
@@ -116,8 +119,15 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
                 self._observers.note_idle_decode_step()
                 return plain.forward(self, batch, publish)
             planner.draft_after_all()
-        with planner.fixed_width():
+        with planner.fixed_width(), self._whole_draft():
             return super().forward_batch_generation(batch, publish, grammar_barrier, **kwargs)
+
+    def _whole_draft(self) -> AbstractContextManager[None]:
+        """What a step must run in that verifies all of a draft of fewer than K tokens."""
+        planner = self.planner
+        if self._narrow is None or planner.draft_width == self.gamma or not planner.in_fixed_width:
+            return nullcontext()
+        return self._narrow.whole(planner.draft_width)
 
     def _sampling_graph_eligible(self, *, sampling_info: Any, **kwargs: Any) -> bool:
         """The host's graph of sampled acceptance knows temperatures only."""

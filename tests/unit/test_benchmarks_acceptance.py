@@ -183,12 +183,15 @@ def test_the_patches_replace_confidences_and_respect_verify_lengths(two, monkeyp
 
     bonus = torch.tensor([5, 6])
     zeros = torch.zeros(2, dtype=torch.int32)
-    correct, same, trimmed = patches._accept((zeros, bonus, zeros))
+    correct, same, trimmed = patches._accept((zeros, bonus, zeros), gamma=3)
     assert torch.equal(correct, run.int()) and same is bonus and correct.dtype == torch.int32
     layout = SimpleNamespace(verify_lens=torch.tensor([1, 3]))
-    correct, _, trimmed = patches._accept((zeros, bonus, zeros), cutoff_layout=layout)
+    correct, _, trimmed = patches._accept((zeros, bonus, zeros), gamma=3, cutoff_layout=layout)
     assert correct[0] == 0 and correct[1] == min(int(run[1]), 2)
     assert torch.equal(correct + trimmed, run.int())
+    patches._mode.run = torch.tensor([3, 1])
+    correct, _, trimmed = patches._accept((zeros, bonus, zeros), gamma=2)
+    assert correct.tolist() == [2, 1] and not trimmed.any(), "a shorter draft has no more"
 
     arguments.load_format = "auto"
     with pytest.raises(AdaptiveError, match="--load-format dummy"):

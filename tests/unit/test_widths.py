@@ -104,10 +104,46 @@ def test_what_keeps_state_or_hooks_gets_no_second_attention(runner, monkeypatch)
 def test_a_uniform_step_asks_for_its_width_before_and_in_it(runner):
     planner = StepPlanner.__new__(StepPlanner)
     planner.gamma, planner.widths = 7, FixedWidths(runner, (8, 1), own=8)
-    planner.decision = SimpleNamespace(uniform=True)
+    planner.decision = SimpleNamespace(uniform=True, width=0)
     with planner.fixed_width():
         assert planner.in_fixed_width and runner.decode_cuda_graph_runner.width == 8
         assert planner.layout(3, None) is None and planner._tier == 24
-    planner.decision = SimpleNamespace(uniform=False)
+    planner.decision = SimpleNamespace(uniform=False, width=0)
+    with planner.fixed_width():
+        assert not planner.in_fixed_width and runner.attn_backend == "packed attention"
+
+
+def test_a_width_that_is_added_is_captured_for_many_requests_only(runner, monkeypatch):
+    asked = []
+
+    def captured(*args, **kwargs):
+        sizes, _ = widths.decode_cuda_graph_runner.get_batch_sizes_to_capture()
+        asked.append(sizes)
+        return Graphs(*args, **kwargs)
+
+    monkeypatch.setattr(
+        widths.decode_cuda_graph_runner, "get_batch_sizes_to_capture", lambda: ([1, 8, 16, 64], [1, 16])
+    )
+    fixed = FixedWidths(runner, (8, 1), own=8)
+    monkeypatch.setattr(fixed, "_capture", lambda packed, backend, width: captured(runner, backend, width))
+    fixed.add(4)
+    assert 4 in fixed and asked == [[16, 64]]
+    assert widths.decode_cuda_graph_runner.get_batch_sizes_to_capture() == ([1, 8, 16, 64], [1, 16])
+    monkeypatch.setattr(widths, "least_free_bytes", lambda: 3 * GIB)
+    fixed.add(2)
+    assert 2 not in fixed and 8 in fixed
+
+
+def test_a_step_that_verifies_all_of_a_shorter_draft_has_that_width(runner):
+    planner = StepPlanner.__new__(StepPlanner)
+    planner.gamma, planner.widths = 7, FixedWidths(runner, (8, 4, 1), own=8)
+    drafts = {3}
+    planner.drafts_narrow = drafts.__contains__
+    planner.decision = SimpleNamespace(uniform=True, width=3)
+    with planner.fixed_width():
+        assert planner.in_fixed_width and runner.decode_cuda_graph_runner.width == 4
+        assert planner.layout(3, None) is None and planner._tier == 12
+    # The host captured its drafts anew: all K are drafted, and the step is packed.
+    drafts.clear()
     with planner.fixed_width():
         assert not planner.in_fixed_width and runner.attn_backend == "packed attention"

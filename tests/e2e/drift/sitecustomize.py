@@ -1,7 +1,8 @@
 """Put on PYTHONPATH, this changes what a server's ranks see.
 
 With ``ADAPTIVE_TEST_COSTS`` the profile times everything as always, but what it keeps is made up: tokens are dear. If
-it is "narrow", drafts of K tokens are very dear, and shorter ones are not.
+it is "narrow", drafts of K tokens are very dear, and shorter ones are not; if "narrow and whole", verified tokens cost
+next to nothing, too.
 
 With ``RANK_DRIFT_DIR`` (test_ranks.py) one tensor-parallel rank sees something else than the other: rank 1 hears other
 confidences of its draft, profiles other step costs and measures other step times than rank 0. On rank 0 every token is
@@ -78,8 +79,10 @@ def dear_profile(module: Any) -> None:
         assert times and min(times) > 0
         if kind == "always":  # the profile takes it off the draft's time
             return [0.0] * len(times)
-        if kind == "draft" and os.environ["ADAPTIVE_TEST_COSTS"] == "narrow":
+        if kind == "draft" and os.environ["ADAPTIVE_TEST_COSTS"].startswith("narrow"):
             return [1.0 + count] * len(times)
+        if kind == "verify" and os.environ["ADAPTIVE_TEST_COSTS"] == "narrow and whole":
+            return [20.0 + count / 1000] * len(times)
         return [made_up(kind, count)] * len(times)
 
     module._Timer._time = _time

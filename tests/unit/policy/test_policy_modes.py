@@ -15,6 +15,8 @@ from sglang_adaptive.policy.mode_choice import LOOK, LOOK_WHOLE
 from sglang_adaptive.policy.modes import (
     LOOK_STEPS,
     MIN_SAMPLES,
+    NARROW_TRIMMED,
+    NARROW_WHOLE,
     PLAIN,
     TRIMMED,
     WHOLE,
@@ -119,9 +121,10 @@ def test_medians_are_not_moved_by_odd_times_and_unknown_is_zero():
     for bad in (float("nan"), float("inf"), 0.0, -1.0):
         times.observe(4, WHOLE, bad, 2.0)
     state = times.state()
-    assert factors(state.tolist(), 4) == [0.0, 1.5, 0.0]
-    assert factors(state.tolist(), 64)[WHOLE] == 0.0 and state.size == 3 * BUCKETS
+    assert factors(state.tolist(), 4) == [0.0, 1.5, 0.0, 0.0, 0.0]
+    assert factors(state.tolist(), 64)[WHOLE] == 0.0 and state.size == 5 * BUCKETS
     assert [mode_of(False, False), mode_of(True, True), mode_of(True, False)] == [PLAIN, WHOLE, TRIMMED]
+    assert [mode_of(True, True, 3), mode_of(True, False, 3)] == [NARROW_WHOLE, NARROW_TRIMMED]
 
 
 def packed(packing_ms: float, chance: float, steps: int = 2500):

@@ -46,7 +46,7 @@ class PlainEngine(Engine):
         odds = np.log(clipped / (one - clipped))
         return 1.0 / float((one + np.exp(-(slope * odds + offset)))[0])
 
-    def _best_drafting(self, alive, non_draft_tokens, kv_tokens, weights):
+    def _best_drafting(self, alive, cost, non_draft_tokens, kv_tokens, weights):
         requests, config = alive.shape[0], self.config
         falling = sorted(alive[:, : self._most].ravel().tolist(), reverse=True)
         rate = self._rate_in_force(requests)
@@ -54,7 +54,7 @@ class PlainEngine(Engine):
         for drafts in range(len(falling) + 1):
             if drafts:
                 expected += falling[drafts - 1]
-            ms = plain_ms(self.cost, requests, non_draft_tokens + drafts, requests + drafts, kv_tokens)
+            ms = plain_ms(cost, requests, non_draft_tokens + drafts, requests + drafts, kv_tokens)
             ms += config.trim_ms if drafts < len(falling) else 0.0
             costs.append((expected, ms))
             values.append(expected / ms if rate is None else expected - rate * ms)
@@ -64,7 +64,7 @@ class PlainEngine(Engine):
         trimmed = self._previous is not None and self._previous.reason == reasons.TRIMMED
         all_drafts = len(falling)
         # No budget expects more than verifying everything does, so the costs alone may say that no trim can gain.
-        nothing = plain_ms(self.cost, requests, non_draft_tokens, requests, kv_tokens)
+        nothing = plain_ms(cost, requests, non_draft_tokens, requests, kv_tokens)
         least_gain = config.min_gain / 2 if trimmed else config.min_gain
         if costs[-1][1] <= nothing * (1 + least_gain):
             reason, gain, best = reasons.LOW_LOAD, 0.0, all_drafts

@@ -104,9 +104,10 @@ def test_drafting_and_not_drafting_are_two_decisions() -> None:
 def test_another_load_is_sized_at_once() -> None:
     steady = Steady(every=4, streak=3)
     assert schedule(steady, [WHOLE] * 5, requests=4) == "SSSSr"
-    # Between 4 and 7 requests it is one load.
-    assert schedule(steady, [WHOLE], requests=7) == "r"
-    assert schedule(steady, [WHOLE] * 5, requests=8) == "SSSSr"
+    # Half as many again are the same load, and so are 3.
+    assert schedule(steady, [WHOLE], requests=6) == "r"
+    assert schedule(steady, [WHOLE] * 5, requests=7) == "SSSSr"
+    assert schedule(steady, [WHOLE] * 5, requests=4) == "SSSSr"
 
 
 def test_the_last_repeat_is_known() -> None:

@@ -1,0 +1,140 @@
+"""Drafts of fewer than K tokens: when they are made, when all of them is verified, and what is learned of that."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from policy_cases import observe, size
+
+from sglang_adaptive.policy.budget import ALL_WORTH, TRIMMED, Decision
+from sglang_adaptive.policy.cost import CostModel, VerifySample
+from sglang_adaptive.policy.draft_width import COMPARE_STEPS, LOOK_STEPS, SETTLED_STEPS, DraftWidths
+from sglang_adaptive.policy.engine import Engine, PolicyConfig
+from sglang_adaptive.policy.mode_choice import LOOK
+from sglang_adaptive.policy.modes import NARROW_TRIMMED, NARROW_WHOLE, factors
+from sglang_adaptive.policy.steady import WHOLE_IS_FASTER, Steady
+
+GAMMA, WIDTH, REQUESTS = 7, 3, 64
+LIKELY = np.full((REQUESTS, GAMMA), 0.7)
+# The first draft of half of the requests is worth next to nothing.
+MIXED = np.where(np.arange(REQUESTS)[:, None] % 2, 0.05, 0.95) * np.ones(GAMMA)
+
+
+def table(per_token=0.01, draft_ms=6.0, narrow_ms=2.0):
+    """A verification takes 5 ms and something for each token; 64 requests' drafts take so many ms, one's a tenth."""
+    verify = [VerifySample(tokens, 0.0, 5.0 + per_token * tokens) for tokens in range(16, 1025, 16)]
+    draft, narrow = ([(1, 0.1 * ms), (REQUESTS, ms)] for ms in (draft_ms, narrow_ms))
+    return CostModel.from_samples(verify, draft, capture_limit=1024, narrow_draft={WIDTH: narrow})
+
+
+def engine(cost, **options):
+    return Engine(PolicyConfig(calibrate=False, explore_steps=0, **options), cost, GAMMA)
+
+
+def run(policy, confidence, steps, ms=lambda decision, cost: None):
+    """Decisions of so many steps, each of which took ``ms(decision, predicted)``."""
+    decisions = []
+    for _ in range(steps):
+        decision = size(policy, confidence)
+        observe(
+            policy,
+            REQUESTS,
+            decision.budget,
+            2 * REQUESTS,
+            ms(decision, decision.predicted_ms),
+            drafted=decision.draft,
+            width=decision.width,
+            confidence=confidence,
+        )
+        decisions.append(decision)
+    return decisions
+
+
+def test_the_first_steps_draft_all_and_later_ones_what_pays():
+    decisions = run(engine(table()), LIKELY, 40)
+    assert [each.width for each in decisions[: SETTLED_STEPS - 1]] == [0] * (SETTLED_STEPS - 1)
+    assert all(each.width == WIDTH for each in decisions[SETTLED_STEPS:])
+    dear = run(engine(table(narrow_ms=5.9)), LIKELY, 40)
+    assert not any(each.width for each in dear), "half of the drafts would save a tenth of a ms"
+
+
+def test_all_of_a_shorter_draft_is_verified_where_tokens_are_cheap_and_only_the_best_where_they_are_dear():
+    whole = run(engine(table()), LIKELY, 20)[-1]
+    assert (whole.budget, whole.uniform, whole.width) == (REQUESTS * WIDTH, True, WIDTH)
+    assert whole.reason == ALL_WORTH
+    trimmed = run(engine(table(per_token=0.03)), MIXED, 20)[-1]
+    assert not trimmed.uniform and trimmed.reason == TRIMMED and 0 < trimmed.budget < REQUESTS * WIDTH
+
+
+def test_where_no_graph_has_the_width_a_shorter_draft_is_packed_in_any_case():
+    decision = run(engine(table(), narrow_whole=False), LIKELY, 20)[-1]
+    assert (decision.budget, decision.uniform, decision.width) == (REQUESTS * WIDTH, False, WIDTH)
+
+
+@pytest.mark.parametrize("packing_ms", [0.0, 4.0])
+def test_trimming_a_shorter_draft_stops_where_packing_takes_longer_than_it_saves(packing_ms):
+    """What trimmed steps take beyond the profile is measured, and so is what whole ones take: a look finds out."""
+
+    def ms(decision, predicted):
+        return predicted + packing_ms * (not decision.uniform)
+
+    # The correction of the table would put a part of the packing into the price of tokens.
+    policy = engine(table(per_token=0.02), refresh_steps=16)
+    policy._correction.observe = lambda *args: None
+    decisions = run(policy, MIXED, 3000, ms)
+    later = [each for each in decisions[1500:] if each.width]
+    whole = sum(each.uniform for each in later) / len(later)
+    assert whole > 0.95 if packing_ms else whole < 0.05
+    if packing_ms:
+        assert {each.reason for each in later if each.uniform} == {WHOLE_IS_FASTER}
+    seen = factors(policy.measured_state()[16:].tolist(), REQUESTS)
+    assert seen[NARROW_TRIMMED] > 0 and seen[NARROW_WHOLE] > 0
+
+
+def test_a_shorter_draft_counts_as_the_time_that_it_takes_where_not_drafting_is_weighed():
+    """Drafts of K do not pay, those of three do: drafting goes on."""
+    poor = np.full((REQUESTS, GAMMA), 0.35)
+    policy = engine(table(draft_ms=40.0, narrow_ms=0.1))
+    decisions = run(policy, poor, 4000, lambda decision, predicted: predicted)
+    assert all(each.draft or each.reason == LOOK for each in decisions[16:])
+    wide = [step for step, each in enumerate(decisions) if step >= 16 and each.draft and not each.width]
+    looks = [step for step in wide if step - 1 not in wide]
+    assert len(wide) == (SETTLED_STEPS - 1) * len(looks), "with the last step of a look it is over"
+    assert np.diff(looks).min() > LOOK_STEPS and np.diff(looks)[-1] > 1.9 * np.diff(looks)[0], "ever less often"
+
+
+def test_widths_are_chosen_by_load_and_looked_at_again():
+    widths = DraftWidths((WIDTH,))
+    seen = [widths.begin(REQUESTS) for _ in range(SETTLED_STEPS - 1)]
+    assert seen == [0] * (SETTLED_STEPS - 1) and not widths.compares()
+    widths.begin(REQUESTS)
+    assert widths.compares() and widths.choose([0.05]) == WIDTH
+    narrow = [widths.begin(REQUESTS) for _ in range(LOOK_STEPS)]
+    assert narrow == [WIDTH] * LOOK_STEPS
+    looks = [(widths.begin(REQUESTS), widths.compares()) for _ in range(SETTLED_STEPS)]
+    assert looks == [(0, False)] * (SETTLED_STEPS - 1) + [(0, True)], "old confidences are of three drafts"
+    assert widths.looks and widths.choose([-0.01]) == 0
+    again = [(widths.begin(REQUESTS), widths.compares()) for _ in range(2 * COMPARE_STEPS)]
+    assert not any(width for width, _ in again) and sum(compared for _, compared in again) == 2
+    assert widths.begin(4) == 0, "another load has a width of its own"
+
+
+def test_a_step_that_repeats_a_whole_shorter_draft_fits_its_batch():
+    whole = Decision(REQUESTS * WIDTH, True, True, 90.0, 9.0, ALL_WORTH, 0.0, WIDTH)
+    steady = Steady(every=4, streak=2)
+    for _ in range(3):
+        steady.sized(whole, REQUESTS)
+    assert steady.repeats(60)
+    again = steady.again(whole, 60, GAMMA, [64, 128, 256])
+    assert (again.budget, again.uniform, again.width) == (60 * WIDTH, True, WIDTH)
+
+
+def test_a_batch_that_loses_and_gains_a_request_is_one_load():
+    """63 and 64 requests, on either side of a power of two; 40 are others, and so are 128."""
+    whole = Decision(REQUESTS * WIDTH, True, True, 90.0, 9.0, ALL_WORTH, 0.0, WIDTH)
+    steady = Steady(every=4, streak=6)
+    for step in range(7):
+        assert not steady.repeats(64 - step % 2)
+        steady.sized(whole, 64 - step % 2)
+    assert steady.repeats(63) and steady.repeats(65) and not steady.repeats(40)
+    assert not steady.repeats(64), "the streak is over"
