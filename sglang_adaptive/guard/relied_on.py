@@ -60,6 +60,11 @@ RELIED_ON: tuple[str, ...] = (
     f"{_VERIFY}.TargetVerifyExecutor",
     f"{_VERIFY}.DsparkVerifyEpilogue",
     f"{_VERIFY}.accept_draft_tokens",
+    # A step of a shorter block: what has its width from the worker, what is kept from it, and who reads its output.
+    f"{_VERIFY}.build_accept_outs",
+    f"{_SPEC}.dspark_components.dspark_kv_inject.TargetHiddenKvInjector.inject_target_hidden",
+    f"{_SPEC}.dspark_components.dspark_observability.DsparkStepObservers",
+    "sglang.srt.managers.scheduler_components.batch_result_processor._get_speculative_output_stride",
     f"{_SPEC}.dspark_components.dspark_draft.DraftBlockProposer",
     f"{_SPEC}.dspark_components.dspark_draft.DraftBlockResult",
     f"{_SPEC}.dspark_components.dspark_config.resolve_runtime_config",

@@ -103,23 +103,25 @@ class ModeChoice:
         elapsed: int,
         saved_ms: float = 0.0,
     ) -> Decision:
-        """Compare drafting with not drafting by what their steps were measured to take, where they were, else by the
-        table; ``elapsed`` steps after the call before. ``drafting`` takes ``saved_ms`` less than with K drafts."""
+        """Compare drafting with not drafting by what their steps were measured to take, where those without a draft
+        were, else by the table; ``elapsed`` steps after the call before. ``drafting`` takes ``saved_ms`` less than with
+        K drafts."""
         seen = factors(self._in_force, requests)
         plain, drafted = seen[PLAIN], seen[mode_of(True, drafting.uniform, drafting.width)]
-        draft_ms = drafting.predicted_ms
+        draft_ms = measured_ms = drafting.predicted_ms
         if drafted:
-            draft_ms = self._measured_ms(drafted, requests, non_draft_tokens, drafting.budget, kv_tokens, saved_ms)
+            measured_ms = self._measured_ms(drafted, requests, non_draft_tokens, drafting.budget, kv_tokens, saved_ms)
         profiled_ms = self._profiled.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
         if plain:
-            plain_ms = plain * profiled_ms
+            draft_ms, plain_ms = measured_ms, plain * profiled_ms
         else:
+            # A measured time has the host's work in it, and the table's has not: only a look can compare the two.
             plain_ms = cost.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
         decision = self._gate.decide(drafting.at_cost(draft_ms), plain_ms, requests, elapsed)
         if drafted and requests and decision.draft and not self._gate.skipping:
             # Drafting steps say nothing good or bad about plain ones: where those are unknown, the profile's time.
             rival_ms = plain_ms if plain else profiled_ms
-            advantage = drafting.expected_tokens / draft_ms * rival_ms / requests
+            advantage = drafting.expected_tokens / measured_ms * rival_ms / requests
             if self._look_plain.due(requests, advantage, elapsed):
                 return Decision(0, False, False, float(requests), plain_ms, LOOK)
         return decision
