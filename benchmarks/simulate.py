@@ -61,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--engines", type=int, default=1)
     result.add_argument("--router", choices=["round-robin", "least-loaded"], default="round-robin")
     result.add_argument("--prefill", choices=["none", "separate", "mixed"], default="none")
+    result.add_argument(
+        "--host-ms",
+        type=_names,
+        default=("0", "0", "0"),
+        help="what a step takes at least: without a draft, one that verifies all drafts, one that trims",
+    )
     result.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     result.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT-TABLE-TRAFFIC.png")
     result.add_argument(
@@ -125,6 +131,12 @@ def _plan(arguments: argparse.Namespace) -> study.Plan:
     for name in arguments.traffic:
         if not replay.is_trace(name):
             traffic.named(name)
+    try:
+        plain_ms, whole_ms, trimmed_ms = (float(text) for text in arguments.host_ms)
+    except ValueError:
+        raise AdaptiveError("--host-ms must be three times in ms, set apart by commas.") from None
+    if not all(0 <= ms < 1e4 for ms in (plain_ms, whole_ms, trimmed_ms)):
+        raise AdaptiveError("--host-ms must lie between 0 and 10000 ms.")
     scenario = Scenario(
         1,
         1,
@@ -132,6 +144,7 @@ def _plan(arguments: argparse.Namespace) -> study.Plan:
         engines=arguments.engines,
         router=arguments.router,
         prefill=arguments.prefill,
+        host_ms=(plain_ms, whole_ms, trimmed_ms),
     )
     return study.Plan(
         arguments.table,

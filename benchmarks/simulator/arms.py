@@ -40,12 +40,14 @@ from sglang_adaptive.policy.survival import survival
 @dataclass(frozen=True)
 class Plan:
     """``verify`` [R] drafts per request; ``draft`` False: the drafter does not run; ``ragged``: not uniform;
-    ``observed`` False: the step repeats a decision, and nothing is learned from it."""
+    ``observed`` False: the step repeats a decision, and nothing is learned from it; ``width`` tokens are drafted for
+    each request, 0 is K."""
 
     verify: np.ndarray
     draft: bool = True
     ragged: bool = False
     observed: bool = True
+    width: int = 0
 
 
 class Arm:
@@ -61,11 +63,12 @@ class Arm:
 
 
 class Fixed(Arm):
-    def __init__(self, drafts: int) -> None:
+    def __init__(self, drafts: int, table: CostModel | None = None) -> None:
         self.drafts = drafts
+        self.width = drafts if table is not None and drafts in table.narrow_draft_ms else 0
 
     def decide(self, view: View) -> Plan:
-        return Plan(np.full(view.requests, self.drafts), draft=self.drafts > 0)
+        return Plan(np.full(view.requests, self.drafts), draft=self.drafts > 0, width=self.width)
 
 
 class Stock(Arm):
@@ -101,17 +104,21 @@ class Ours(Arm):
         # As the server's planner does. With mixed prefill every step is sized.
         again = view.requests == view.non_draft_tokens and self.decision and self.steady.repeats(view.requests)
         if again:
-            decision = self.steady.again(self.decision, view.requests, self.engine.gamma, self.tiers)
+            most = self.decision.width or self.engine.gamma
+            decision = self.steady.again(self.decision, view.requests, self.engine.gamma, self.tiers, most=most)
         else:
             self.decision = decision = self._sized(view)
             self.steady.sized(decision, view.requests)
         if not decision.draft:
             return Plan(np.zeros(view.requests, np.int64), draft=False, observed=not again)
+        width, drafts = decision.width, decision.width or self.engine.gamma
         if decision.uniform:
-            return Plan(np.full(view.requests, self.engine.gamma), observed=not again)
+            return Plan(np.full(view.requests, drafts), observed=not again, width=width)
         live = view.live()
         calibrated = self.engine.calibration.apply(live) if self.engine.config.calibrate else live
-        return replace(_handed_out(decision.budget, calibrated), observed=not again)
+        handed_out = _handed_out(decision.budget, calibrated[:, :drafts])
+        # Packed even where nothing is cut off: so the policy has decided.
+        return replace(handed_out, ragged=True, observed=not again, width=width)
 
     def _sized(self, view: View) -> Decision:
         stale, fresh = view.stale()
@@ -133,6 +140,7 @@ class Ours(Arm):
             committed_tokens=record.requests + int(record.accepted.sum()),
             step_ms=record.step_ms,
             drafted=record.confidence is not None,
+            width=record.width,
             confidence=record.confidence,
             verified=record.verified,
             accepted=record.accepted,
@@ -230,7 +238,7 @@ def maker(name: str, gamma: int, believed: CostModel, true: CostModel, trim_ms: 
     if kind == "none":
         return lambda: Fixed(0)
     if kind.startswith("fixed-") and kind[6:].isdigit() and 1 <= int(kind[6:]) <= gamma:
-        return lambda: Fixed(int(kind[6:]))
+        return lambda: Fixed(int(kind[6:]), true)
     if kind == "stock":
         return lambda: Stock(believed, gamma)
     if kind == "ours":

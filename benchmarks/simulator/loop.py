@@ -26,7 +26,8 @@ class Scenario:
     ``prefill``: "none" leaves prompts out, "separate" runs them in steps of their own while decoding waits, "mixed"
     adds up to ``chunk`` prompt tokens to decode steps. ``router`` over ``engines``: "round-robin" or "least-loaded".
     Clocks that arms see wobble by ``clock_noise``, and one step in 500 seems eight times as long (a preempted one);
-    what counts is the table's time.
+    what counts is the table's time. ``host_ms`` is the least that a step takes, because the host has so much to do for
+    it: one without a draft, one that verifies all that was drafted, and one that trims. No table knows of it.
     """
 
     concurrency: int
@@ -37,6 +38,7 @@ class Scenario:
     prefill: str = "none"
     chunk: int = 512
     clock_noise: float = 0.02
+    host_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Replica:
     def __init__(self, arm: Arm, table: CostModel, pool: Pool, scenario: Scenario, seed: int) -> None:
         slots = scenario.concurrency
         self.arm, self.table, self.pool, self.scenario = arm, table, pool, scenario
+        self.tables = {width: table.drafting(width) for width in (0, *table.narrow_draft_ms)}
         self.rng = np.random.default_rng([seed, 80])
         self.now = 0.0
         self.memory = Memory(slots, pool.gamma)
@@ -170,7 +173,8 @@ class Replica:
                 continue
             if record.confidence is not None:
                 same = self.memory.owner[record.slots] == owners
-                self.memory.confidence[record.slots[same]] = record.confidence[same]
+                heard = record.width or self.pool.gamma
+                self.memory.confidence[record.slots[same], :heard] = record.confidence[same, :heard]
                 self.memory.known[record.slots[same]] = True
             self.arm.learn(record)
 
@@ -178,7 +182,9 @@ class Replica:
         verify, draft, ragged = plan.verify, plan.draft, plan.ragged
         drafts, requests = int(verify.sum()), view.requests
         tokens = view.non_draft_tokens + drafts
-        ms = self.table.point_ms(requests, tokens, requests + drafts, view.kv_tokens, draft) + TRIM_MS * ragged
+        table = self.tables[plan.width]
+        ms = table.point_ms(requests, tokens, requests + drafts, view.kv_tokens, draft) + TRIM_MS * ragged
+        ms = max(ms, self.scenario.host_ms[0 if not draft else 2 if ragged else 1])
         self.now += ms
         outcome.steps += 1
         outcome.rows += requests
@@ -206,6 +212,7 @@ class Replica:
                 accepted,
                 step_ms,
                 plan.observed,
+                plan.width,
             )
         )
         self.owners.append(self.memory.owner[view.slots])

@@ -119,7 +119,9 @@ def identity(task: Task) -> tuple[Any, ...]:
 
 def found_in(result: dict[str, Any]) -> tuple[Any, ...]:
     names = ("table", "traffic", "wrong", "arm", "seed", *(field.name for field in fields(Scenario)))
-    return tuple(result.get(name) for name in names)
+    found = (result.get(name) for name in names)
+    # JSON knows no tuples.
+    return tuple(tuple(value) if isinstance(value, list) else value for value in found)
 
 
 def run_all(tasks: list[Task], jobs: int, on_done: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:

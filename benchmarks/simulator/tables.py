@@ -51,4 +51,10 @@ def misjudged(table: CostModel, error: str) -> CostModel:
     place = np.log(table.tiers / table.tiers[0]) / max(np.log(table.tiers[-1] / table.tiers[0]), 1e-9)
     factor = np.exp(np.log(low) + place * (np.log(high) - np.log(low)))
     wrong = np.maximum.accumulate(table.verify_ms * factor[:, None], axis=0)
-    return replace(table, verify_ms=np.maximum.accumulate(wrong, axis=1), draft_ms=draft * table.draft_ms)
+    narrow = {width: draft * ms for width, ms in table.narrow_draft_ms.items()}
+    return replace(
+        table,
+        verify_ms=np.maximum.accumulate(wrong, axis=1),
+        draft_ms=draft * table.draft_ms,
+        narrow_draft_ms=narrow,
+    )

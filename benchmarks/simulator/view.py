@@ -12,7 +12,7 @@ from sglang_adaptive.benchmarks.simulator.traffic import Pool
 @dataclass(frozen=True)
 class Record:
     """A finished step of R requests; ``step_ms`` as a clock would show it, None where it says nothing. Of a step that
-    is not ``observed`` nobody learns anything."""
+    is not ``observed`` nobody learns anything. ``width`` tokens were drafted for each request, 0 is K."""
 
     slots: np.ndarray
     requests: int
@@ -23,6 +23,7 @@ class Record:
     accepted: np.ndarray
     step_ms: float | None
     observed: bool = True
+    width: int = 0
 
 
 class Memory:

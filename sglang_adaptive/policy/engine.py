@@ -165,6 +165,8 @@ class Engine:
             self._learn_time(
                 requests, non_draft_tokens, draft_tokens, kv_tokens, committed_tokens, step_ms, drafted, follows, width
             )
+        if drafted:
+            self.draft_widths.observe(requests, committed_tokens, width)
         if confidence is not None and drafted:
             known = not width or self.profile.mean is not None
             if known and (self.gate.skipping or self.steps % _PROFILE_STEPS == 1):
@@ -277,13 +279,26 @@ class Engine:
         self, wide: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
     ) -> Decision:
         """The best of ``wide``, which drafts all K, and of the narrower decisions."""
-        widths = self.draft_widths.widths
-        narrow = [self._best_narrow(width, alive, non_draft_tokens, kv_tokens, weights) for width in widths]
-        rate = wide.expected_tokens / wide.predicted_ms if wide.predicted_ms else 0.0
-        if not rate:
+        widths, requests = self.draft_widths, alive.shape[0]
+        narrow = [self._best_narrow(width, alive, non_draft_tokens, kv_tokens, weights) for width in widths.widths]
+        if not wide.predicted_ms:
             return wide
-        chosen = self.draft_widths.choose([each.expected_tokens / each.predicted_ms / rate - 1.0 for each in narrow])
-        return narrow[widths.index(chosen)] if chosen else wide
+        gains, predicted = [], []
+        for each in narrow:
+            tokens = each.expected_tokens, wide.expected_tokens
+            brought = widths.brought(each.width), widths.brought(0)
+            if all(brought):
+                tokens = brought[0] * requests, brought[1] * requests
+            measured = [
+                self.modes.measured_ms(of, requests, non_draft_tokens, kv_tokens, self._saved_ms(of.width, requests))
+                for of in (each, wide)
+            ]
+            ms = measured if all(measured) else (each.predicted_ms, wide.predicted_ms)
+            gains.append(tokens[0] / ms[0] / (tokens[1] / ms[1]) - 1.0)
+            rates = (of.expected_tokens / of.predicted_ms for of in (each, wide))
+            predicted.append(next(rates) / next(rates) - 1.0)
+        chosen = widths.choose(gains, predicted, self.gate.skipping)
+        return narrow[widths.widths.index(chosen)] if chosen else wide
 
     def _saved_ms(self, width: int, requests: int) -> float:
         """What a draft of ``width`` tokens takes less than one of K, as profiled."""

@@ -126,6 +126,13 @@ class ModeChoice:
                 return Decision(0, False, False, float(requests), plain_ms, LOOK)
         return decision
 
+    def measured_ms(
+        self, decision: Decision, requests: int, non_draft_tokens: int, kv_tokens: float, saved_ms: float
+    ) -> float:
+        """What steps like ``decision``, which drafts, were measured to take; 0 where that is not known."""
+        factor = factors(self._in_force, requests)[mode_of(True, decision.uniform, decision.width)]
+        return self._measured_ms(factor, requests, non_draft_tokens, decision.budget, kv_tokens, saved_ms)
+
     def _measured_ms(
         self,
         factor: float,

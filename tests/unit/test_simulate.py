@@ -75,6 +75,9 @@ def test_a_study_prints_without_a_file_and_runs_on_several_cores(capsys, monkeyp
         ["--seeds", "0"],
         ["--engines", "4", "--concurrency", "2"],
         ["--arrivals", "0"],
+        ["--host-ms", "1,2"],
+        ["--host-ms", "1,2,nan"],
+        ["--host-ms", "1,2,soon"],
     ],
 )
 def test_a_study_that_cannot_be_is_refused_before_it_starts(options, monkeypatch):

@@ -8,7 +8,14 @@ from policy_cases import observe, size
 
 from sglang_adaptive.policy.budget import ALL_WORTH, TRIMMED, Decision
 from sglang_adaptive.policy.cost import CostModel, VerifySample
-from sglang_adaptive.policy.draft_width import COMPARE_STEPS, LOOK_STEPS, SETTLED_STEPS, DraftWidths
+from sglang_adaptive.policy.draft_width import (
+    COMPARE_STEPS,
+    FIRST_TRIAL,
+    LOOK_STEPS,
+    MOST_LOOK_STEPS,
+    SETTLED_STEPS,
+    DraftWidths,
+)
 from sglang_adaptive.policy.engine import Engine, PolicyConfig
 from sglang_adaptive.policy.mode_choice import LOOK
 from sglang_adaptive.policy.modes import NARROW_TRIMMED, NARROW_WHOLE, factors
@@ -108,12 +115,12 @@ def test_widths_are_chosen_by_load_and_looked_at_again():
     seen = [widths.begin(REQUESTS) for _ in range(SETTLED_STEPS - 1)]
     assert seen == [0] * (SETTLED_STEPS - 1) and not widths.compares()
     widths.begin(REQUESTS)
-    assert widths.compares() and widths.choose([0.05]) == WIDTH
+    assert widths.compares() and widths.choose([0.05], [0.05]) == WIDTH
     narrow = [widths.begin(REQUESTS) for _ in range(LOOK_STEPS)]
     assert narrow == [WIDTH] * LOOK_STEPS
     looks = [(widths.begin(REQUESTS), widths.compares()) for _ in range(SETTLED_STEPS)]
     assert looks == [(0, False)] * (SETTLED_STEPS - 1) + [(0, True)], "old confidences are of three drafts"
-    assert widths.looks and widths.choose([-0.01]) == 0
+    assert widths.looks and widths.choose([-0.01], [-0.01]) == 0
     again = [(widths.begin(REQUESTS), widths.compares()) for _ in range(2 * COMPARE_STEPS)]
     assert not any(width for width, _ in again) and sum(compared for _, compared in again) == 2
     assert widths.begin(4) == 0, "another load has a width of its own"
@@ -138,3 +145,54 @@ def test_a_batch_that_loses_and_gains_a_request_is_one_load():
         steady.sized(whole, 64 - step % 2)
     assert steady.repeats(63) and steady.repeats(65) and not steady.repeats(40)
     assert not steady.repeats(64), "the streak is over"
+
+
+def steps(widths, count, brought, requests=REQUESTS, gain=lambda: 0.0, predicted=-0.05):
+    """So many steps that bring ``brought(width)`` tokens per request; the widths they drafted."""
+    drafted = []
+    for _ in range(count):
+        width = widths.begin(requests)
+        if not width and widths.compares():
+            width = widths.choose([gain()], [predicted])
+        widths.observe(requests, round(brought(width) * requests), width)
+        drafted.append(width)
+    return drafted
+
+
+def test_a_width_that_is_predicted_to_lose_a_little_is_tried_and_what_it_brought_decides():
+    widths = DraftWidths((WIDTH,))
+    tokens = {0: 3.0, WIDTH: 2.9}
+
+    def gain():
+        """Steps of the shorter draft take a tenth less."""
+        brought = widths.brought(WIDTH), widths.brought(0)
+        return brought[0] / 0.9 / brought[1] - 1.0 if all(brought) else -0.05
+
+    drafted = steps(widths, 2000, tokens.get, gain=gain)
+    first = drafted.index(WIDTH)
+    assert FIRST_TRIAL < first <= FIRST_TRIAL + COMPARE_STEPS + SETTLED_STEPS
+    assert sum(not width for width in drafted[first:]) < 50, "only looks draft all of K from then on"
+    # What it brings falls off: after a look all K are drafted, and the next trial comes much later.
+    tokens[WIDTH] = 2.0
+    drafted = steps(widths, 6000, tokens.get, gain=gain)[MOST_LOOK_STEPS + SETTLED_STEPS :]
+    assert not any(drafted[:200]) and 0 < sum(map(bool, drafted)) < 200, "a few trials"
+
+
+def test_a_width_that_is_predicted_to_lose_much_is_never_tried_nor_any_while_nothing_is_drafted():
+    assert not any(steps(DraftWidths((WIDTH,)), 3000, lambda width: 3.0, gain=lambda: -0.2, predicted=-0.2))
+    widths = DraftWidths((WIDTH,))
+    for _ in range(500):
+        widths.begin(REQUESTS)
+        assert widths.choose([-0.01], [-0.01], gating=True) == 0
+
+
+def test_what_the_first_steps_after_another_width_bring_does_not_count():
+    widths = DraftWidths((WIDTH,))
+    widths.begin(REQUESTS)
+    for width, tokens in ((0, 100.0), (WIDTH, 100.0)):
+        for step in range(40):
+            # The first steps of each go on from where the other one left a text.
+            widths.observe(REQUESTS, round((1000.0 if step < 4 else tokens) * REQUESTS), width)
+    assert widths.brought(0) == widths.brought(WIDTH) == 100.0
+    widths.begin(4)
+    assert widths.brought(0) == 0.0, "of another load nothing is known"
