@@ -1,7 +1,7 @@
 """How many kernels the allocation of a step's budget takes on the device, and how long.
 
-It is compiled as a server compiles it. Kernels are counted by torch's profiler, copies and memory sets among them; the
-time is what the device needs for one allocation of many, launched one after the other without waiting.
+It is the one that a server uses on that device. Kernels are counted by torch's profiler, copies and memory sets among
+them; the time is what the device needs for one allocation of many, launched one after the other without waiting.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(requests: int, drafts: int, device: str, rounds: int) -> dict[str, Any]:
     """``kernels``, ``us`` and ``names`` for R requests of K drafts; ``equal``: compiling changed no length."""
-    from sglang_adaptive.runtime.compiled_allocation import compiled_allocation  # compiles: for those who need it
+    from sglang_adaptive.runtime.compiled_allocation import serving_allocation  # compiles: for those who need it
 
     calibration = torch.tensor([[0.1], [0.9]], device=device).repeat(1, drafts)
     config = PolicyConfig()
-    fast = compiled_allocation(requests, config, calibration)
+    fast = serving_allocation(requests, config, calibration)
     generator = torch.Generator(device=device).manual_seed(1)
     confidence = torch.rand((requests, drafts), device=device, generator=generator)
     named = {"min_len": config.min_len, "max_len": config.max_len, "calibration": calibration, "weights": None}

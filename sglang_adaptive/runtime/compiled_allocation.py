@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
 from sglang_adaptive.policy.allocation import allocate
 from sglang_adaptive.policy.config import PolicyConfig
+from sglang_adaptive.runtime import allocation_kernel
 from sglang_adaptive.runtime.device import compiled
+
+logger = logging.getLogger(__name__)
+
+
+def serving_allocation(
+    max_requests: int, config: PolicyConfig, calibration: torch.Tensor, max_lens: Sequence[int | None] = ()
+) -> Callable[..., torch.Tensor]:
+    """``allocate`` in one launch, compiled now for all shapes that serving meets; where the kernel does not take them
+    all or cannot be compiled, ``compiled_allocation``."""
+    if allocation_kernel.takes(max_requests, calibration.shape[1], calibration):
+        try:
+            allocation_kernel.compile_ahead(max_requests, calibration.shape[1], calibration.device)
+            return allocation_kernel.allocate
+        except Exception as error:
+            logger.warning("sglang_adaptive: the kernel of the allocation failed (%s): torch.compile's is used.", error)
+    return compiled_allocation(max_requests, config, calibration, max_lens)
 
 
 def compiled_allocation(
