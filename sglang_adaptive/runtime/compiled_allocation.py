@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,16 +17,28 @@ logger = logging.getLogger(__name__)
 
 
 def serving_allocation(
-    max_requests: int, config: PolicyConfig, calibration: torch.Tensor, max_lens: Sequence[int | None] = ()
+    max_requests: int,
+    config: PolicyConfig,
+    calibration: torch.Tensor,
+    max_lens: Sequence[int | None] = (),
+    group: Any = None,
 ) -> Callable[..., torch.Tensor]:
     """``allocate`` in one launch, compiled now for all shapes that serving meets; where the kernel does not take them
-    all or cannot be compiled, ``compiled_allocation``."""
-    if allocation_kernel.takes(max_requests, calibration.shape[1], calibration):
+    all or cannot be compiled, on whichever rank of ``group``, ``compiled_allocation``."""
+    served = allocation_kernel.takes(max_requests, calibration.shape[1], calibration)
+    if served:
         try:
             allocation_kernel.compile_ahead(max_requests, calibration.shape[1], calibration.device)
-            return allocation_kernel.allocate
         except Exception as error:
             logger.warning("sglang_adaptive: the kernel of the allocation failed (%s): torch.compile's is used.", error)
+            served = False
+    if group is not None and group.world_size > 1:
+        # The two may differ in the last bit, and ranks must hand out alike.
+        everywhere = torch.tensor(int(served))
+        torch.distributed.all_reduce(everywhere, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+        served = bool(everywhere)
+    if served:
+        return allocation_kernel.allocate
     return compiled_allocation(max_requests, config, calibration, max_lens)
 
 

@@ -144,7 +144,12 @@ class NarrowDrafts:
             proposal = proposer.propose(**{**kwargs, "anchor_prepared": False})
         finally:
             runner.attn_backend, runner.decode_cuda_graph_runner = hosts
-        return proposal if self._whole else self._widened(proposal, width)
+        if not self._whole:
+            return self._widened(proposal, width)
+        if proposal.confidence is None:
+            return proposal
+        # Columns of the wide buffer: as they are, ranks could not be sent them.
+        return msgspec.structs.replace(proposal, confidence=proposal.confidence.contiguous())
 
     def _widened(self, proposal: DraftProposal, width: int) -> DraftProposal:
         """With K columns, of which those from ``width`` on hold anything."""

@@ -145,7 +145,7 @@ class StepPlanner:
             identity = torch.tensor([[0.0], [1.0]], device=self.device).repeat(1, self.gamma)
             self._calibration = identity
             lengths = {min(config.max_len, width + 1) for width in (self.gamma, *self._engine.draft_widths.widths)}
-            self._allocate = serving_allocation(max_requests, config, identity, sorted(lengths))
+            self._allocate = serving_allocation(max_requests, config, identity, sorted(lengths), self._group)
 
     def traces(self, options: Options) -> bool:
         """Whether this rank records a trace."""
@@ -288,7 +288,7 @@ class StepPlanner:
         config, weights = self._engine.config, self._weights
         max_len = min(config.max_len, self.draft_width + 1)
         verify_lens = self._allocate(
-            confidence,
+            confidence.float(),
             self.decision.budget,
             min_len=config.min_len,
             max_len=max_len,

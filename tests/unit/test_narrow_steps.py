@@ -43,7 +43,7 @@ class Proposer:
     def propose(self, **kwargs):
         self.asked.append(kwargs)
         tokens = torch.arange(2 * self.gamma).view(2, self.gamma) + 1
-        confidence = torch.full((2, self.gamma), 0.5)
+        confidence = torch.full((2, GAMMA), 0.5)[:, : self.gamma]
         return Proposal(Block(tokens, torch.ones((2, self.gamma, VOCAB))), confidence, confidence.clone(), tokens)
 
 
@@ -119,7 +119,7 @@ def test_a_whole_step_is_that_of_a_server_with_a_shorter_block(worker):
         assert worker._block_pos_offsets.tolist() == list(range(WIDTH + 1))
         proposal = worker._proposer.propose()
         assert proposal.draft_block.draft_tokens.tolist() == [[1, 2, 3], [4, 5, 6]]
-        assert proposal.confidence.shape == (2, WIDTH)
+        assert proposal.confidence.shape == (2, WIDTH) and proposal.confidence.is_contiguous()
         worker._observers.begin_step()
         worker._observers.observe_verify_step(bs=2)
         assert observers.told == ["idle"], "what the host keeps of a step has K columns"
