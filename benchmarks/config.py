@@ -62,6 +62,7 @@ class Sweep:
     seconds: float = 8.0
     min_seconds: float = 3.0
     warmup_seconds: float = 3.0
+    warmup_concurrency: list[int] = field(default_factory=list)
     resident: int = 1
     restart: bool | None = None
     pause_idle: bool = False

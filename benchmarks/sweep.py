@@ -141,7 +141,8 @@ class Run:
         try:
             self._wait(server)
             self._check_acceptance(arm, server)
-            for concurrency in sorted({min(self.sweep.concurrency), max(self.sweep.concurrency)}):
+            ends = {min(self.sweep.concurrency), max(self.sweep.concurrency)}
+            for concurrency in self.sweep.warmup_concurrency or sorted(ends):
                 asyncio.run(measure(server.url, self._load(concurrency, -1, self.sweep.warmup_seconds / 2)))
         except (ServerFailed, RuntimeError) as error:
             servers.pop(arm.name).stop()
