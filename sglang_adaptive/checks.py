@@ -30,6 +30,11 @@ _UNSUPPORTED = (
         (None,),
         "sampling on a trainer's policy, whose logprobs verification does not compute: drop --rl-on-policy-target",
     ),
+    (
+        "speculative_use_block_verification",
+        (None, False),
+        "block verification, which looks at drafts that a trim leaves out: drop --speculative-use-block-verification",
+    ),
     ("disable_cuda_graph_padding", (None, False), "unpadded CUDA graphs: drop --disable-cuda-graph-padding"),
     ("enable_multi_layer_eagle", (None, False), "a draft model per position: serve with --speculative-algorithm EAGLE"),
 )

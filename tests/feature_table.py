@@ -172,6 +172,7 @@ ROWS = (
     Row("Pipeline parallelism", REFUSED, (f"{_REFUSED}[pipeline parallelism]",)),
     Row("Two-batch overlap", REFUSED, (f"{_REFUSED}[two-batch overlap]",)),
     Row("`--disable-cuda-graph-padding`", REFUSED, (f"{_REFUSED}[unpadded CUDA graphs]",)),
+    Row("`--speculative-use-block-verification`", REFUSED, (f"{_REFUSED}[block verification]",)),
     Row("An offline cost table", REFUSED, (f"{_REFUSED}[an offline cost table]",)),
 )
 

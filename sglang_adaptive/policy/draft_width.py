@@ -5,7 +5,7 @@ deep ones are seldom verified there.
 
 What a width brings is predicted from confidences at first. But a step that cuts a long run off leaves an easy text to
 the next one, so that shorter drafts bring more than the confidences of steps with K say: once both were seen for a
-while, what they brought counts.
+while, what they brought counts. What was seen may be old, so the other width is tried again now and then.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ COMPARE_STEPS = 16
 # twice as many, up to the most.
 LOOK_STEPS, MOST_LOOK_STEPS = 256, 1024
 ENTER_GAIN, LEAVE_GAIN = 0.01, 0.0
-# A width that is predicted to lose no more than this is tried for so many steps: the first time after so many with K,
-# then after four times as many each time, up to the most.
-TRIAL_LOSS, TRIAL_STEPS = 0.08, 48
+# A trial takes so many steps. One of fewer tokens is worth it where they are predicted to lose no more than this, one
+# of all K where fewer are predicted to lose anything, and at once where that is more than this.
+TRIAL_STEPS, TRIAL_LOSS = 48, 0.08
+# The first trial of the other width comes after so many steps, the next one after four times as many, up to the most.
 FIRST_TRIAL, MOST_TRIAL = 64, 16384
 # Steps that the mean of what was brought remembers, that it needs, and that it leaves out after another width.
 _MEMORY_STEPS, _LEAST_STEPS, _TURN_STEPS = 64, 16, 4
@@ -43,34 +44,26 @@ class DraftWidths:
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths = tuple(sorted(widths))
-        self._chosen = [0] * BUCKETS
-        self._interval = [LOOK_STEPS] * BUCKETS
-        self._trial_after = [FIRST_TRIAL] * BUCKETS
-        self._untried = [0] * BUCKETS
+        self._loads = [_Load(len(self.widths) + 1) for _ in range(BUCKETS)]
+        self._load = self._loads[0]
         self.looks = False
-        self._bucket = 0
-        self._wide = self._narrow = self._looks_left = 0
-        self._brought: NDArray[np.float64] = np.zeros((BUCKETS, len(self.widths) + 1))
-        self._seen = np.zeros((BUCKETS, len(self.widths) + 1), np.int64)
-        self._turn: tuple[int, int] = (0, 0)
+        self._wide = 0
 
     def begin(self, requests: int, elapsed: int = 1) -> int:
         """The width of a step of R requests; 0 is K. The call before was ``elapsed`` steps ago."""
         if not self.widths:
             return 0
-        # A look goes on at another load: a batch may go to and fro between two.
-        self._bucket = bucket = RunningRate.bucket(requests)
-        width = self._chosen[bucket]
+        self._load = load = self._loads[RunningRate.bucket(requests)]
+        load.since += elapsed
+        width = load.width
         if width:
-            self._narrow += elapsed
-            if self._narrow > self._interval[bucket]:
-                self._narrow, self._looks_left = 0, SETTLED_STEPS
-            if self._looks_left:
-                self._looks_left -= 1
+            load.unlooked += elapsed
+            if load.unlooked > load.interval:
+                load.unlooked, load.looks_left = 0, SETTLED_STEPS
+            if load.looks_left:
+                load.looks_left -= 1
                 width = 0
-        else:
-            self._untried[bucket] += elapsed
-        self.looks = width != self._chosen[bucket]
+        self.looks = width != load.width
         self._wide = 0 if width else self._wide + 1
         return width
 
@@ -78,26 +71,17 @@ class DraftWidths:
         """Whether this step, which drafts all K, should be compared with narrower ones."""
         if not self.widths or self._wide < SETTLED_STEPS:
             return False
-        looked = self.looks and not self._looks_left
+        looked = self.looks and not self._load.looks_left
         return looked or self._wide % COMPARE_STEPS == SETTLED_STEPS
 
     def observe(self, requests: int, committed_tokens: int, width: int) -> None:
         """Count what a step that drafted ``width`` tokens (0: K) for each of R requests brought."""
-        if not self.widths or not requests:
-            return
-        before, steps = self._turn
-        self._turn = (width, steps + 1 if width == before else 1)
-        if self._turn[1] <= _TURN_STEPS:
-            return
-        at = RunningRate.bucket(requests), self._place(width)
-        self._seen[at] += 1
-        share = 1.0 / min(int(self._seen[at]), _MEMORY_STEPS)
-        self._brought[at] += share * (committed_tokens / requests - self._brought[at])
+        if self.widths and requests:
+            self._loads[RunningRate.bucket(requests)].observe(self._place(width), committed_tokens / requests)
 
     def brought(self, width: int) -> float:
         """Tokens per request and step of ``width`` (0: K) at the load of this step; 0 where that is not known."""
-        at = self._bucket, self._place(width)
-        return float(self._brought[at]) if self._seen[at] >= _LEAST_STEPS else 0.0
+        return self._load.known(self._place(width))
 
     def choose(self, gains: Sequence[float], predicted: Sequence[float], gating: bool = False) -> int:
         """Take the best width from now on, and return it.
@@ -105,29 +89,61 @@ class DraftWidths:
         ``gains`` are the tokens per ms with each of ``widths`` over those with K, minus 1, as far as is known; those
         ``predicted`` say what is worth a trial, since what was known once may be old. None is tried while ``gating``.
         """
-        bucket = self._bucket
+        load = self._load
+        before, load.looks_left = load.width, 0
         best = max(range(len(gains)), key=gains.__getitem__)
-        width, gain, before = self.widths[best], gains[best], self._chosen[bucket]
-        self._looks_left = 0
-        if gain > (LEAVE_GAIN if before else ENTER_GAIN):
-            again = width == before
-            self._interval[bucket] = min(2 * self._interval[bucket], MOST_LOOK_STEPS) if again else LOOK_STEPS
-        elif self._is_due(predicted) and not before and not gating:
-            width = self.widths[max(range(len(predicted)), key=predicted.__getitem__)]
-            self._trial_after[bucket] = min(4 * self._trial_after[bucket], MOST_TRIAL)
-            self._interval[bucket] = TRIAL_STEPS
+        hoped = max(range(len(predicted)), key=predicted.__getitem__)
+        if gains[best] > (LEAVE_GAIN if before else ENTER_GAIN):
+            width = self.widths[best]
+            if width == before:
+                load.interval = min(2 * load.interval, MOST_LOOK_STEPS)
+                loses = predicted[hoped] <= LEAVE_GAIN and load.since > load.trial_after
+                if not gating and (loses or predicted[hoped] < -TRIAL_LOSS):
+                    width = 0
+                    load.begin_trial(self._place(0))
+            else:
+                load.interval = LOOK_STEPS
+        elif not before and not gating and load.since > load.trial_after and predicted[hoped] > -TRIAL_LOSS:
+            width = self.widths[hoped]
+            load.interval = TRIAL_STEPS
+            load.begin_trial(self._place(width))
         else:
             width = 0
-        if not before:
-            self._narrow = 0
-        if not width and before:
-            self._untried[bucket] = 0
-        self._chosen[bucket] = width
+        load.take(width)
         return width
-
-    def _is_due(self, predicted: Sequence[float]) -> bool:
-        due = self._untried[self._bucket] > self._trial_after[self._bucket]
-        return due and max(predicted) > -TRIAL_LOSS
 
     def _place(self, width: int) -> int:
         return self.widths.index(width) + 1 if width else 0
+
+
+class _Load:
+    """What is known at one load. A place is 0 for K, else 1 + that of the width."""
+
+    def __init__(self, places: int) -> None:
+        self.width = 0
+        # Steps since that was taken, and with fewer than K since the last look.
+        self.since = self.unlooked = self.looks_left = 0
+        self.interval, self.trial_after = LOOK_STEPS, FIRST_TRIAL
+        self._brought: NDArray[np.float64] = np.zeros(places)
+        self._seen = np.zeros(places, np.int64)
+        self._turn = (0, 0)
+
+    def take(self, width: int) -> None:
+        if width != self.width:
+            self.width, self.since, self.unlooked = width, 0, 0
+
+    def begin_trial(self, place: int) -> None:
+        """What was known of that place may be old."""
+        self._seen[place] = 0
+        self.trial_after = min(4 * self.trial_after, MOST_TRIAL)
+
+    def observe(self, place: int, tokens: float) -> None:
+        before, steps = self._turn
+        self._turn = (place, steps + 1 if place == before else 1)
+        if self._turn[1] <= _TURN_STEPS:
+            return
+        self._seen[place] += 1
+        self._brought[place] += (tokens - self._brought[place]) / min(int(self._seen[place]), _MEMORY_STEPS)
+
+    def known(self, place: int) -> float:
+        return float(self._brought[place]) if self._seen[place] >= _LEAST_STEPS else 0.0

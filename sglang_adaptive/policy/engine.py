@@ -73,7 +73,7 @@ class Engine:
         self._compares = measures and config.look_steps > 0 and self._most == gamma
         self._measures_tiers = measures and config.explore_steps > 0
         self._head_known = not (config.calibrate or config.learns_first)
-        self.modes = ModeChoice(cost, self.gate, gamma, config.look_steps)
+        self.modes = ModeChoice(cost, self.gate, config.look_steps)
         self._explorer = Explorer(cost.tiers, config, gamma)
         self._correction = CostCorrection(cost, config.forget_steps)
         self._correction_in_force = CostCorrection.neutral(cost)
@@ -339,7 +339,10 @@ class Engine:
         step_ms += saved_ms
         if self.config.correct_costs:
             profiled = self._profiled.point_ms(requests, tokens, rows, kv_tokens, drafted)
-            self.modes.observe(requests, draft_tokens, drafted, step_ms, profiled, width)
+            # A shorter draft that no graph fits is packed also where all of it is verified.
+            packed = bool(width) and not self.config.narrow_whole
+            uniform = draft_tokens == requests * (width or self.gamma) and not packed
+            self.modes.observe(requests, drafted, uniform, step_ms, profiled, width)
             if drafted and follows:
                 self._correction.observe(requests, non_draft_tokens, draft_tokens, kv_tokens, drafted, step_ms)
 

@@ -26,12 +26,12 @@ class ModeChoice:
     """Compares the modes, and looks now and then at one that is not chosen.
 
     ``profiled`` are the costs as profiled, which measured times are compared with; the costs in force come with each
-    call. ``gate`` is the engine's. ``gamma`` is K; no look comes later than ``look_steps`` steps, 0 never looks. What
-    ``observe`` learns comes into force only through ``apply``.
+    call. ``gate`` is the engine's. No look comes later than ``look_steps`` steps, 0 never looks. What ``observe``
+    learns comes into force only through ``apply``.
     """
 
-    def __init__(self, profiled: CostModel, gate: SaturationGate, gamma: int, look_steps: int) -> None:
-        self._profiled, self._gate, self._gamma = profiled, gate, gamma
+    def __init__(self, profiled: CostModel, gate: SaturationGate, look_steps: int) -> None:
+        self._profiled, self._gate = profiled, gate
         self._times = ModeTimes()
         self._look_plain = Look(look_steps)
         # At the other one of whole and trimmed steps: with all K drafts, and with fewer.
@@ -40,11 +40,11 @@ class ModeChoice:
         self._in_force = [0.0] * SIZE
 
     def observe(
-        self, requests: int, draft_tokens: int, drafted: bool, step_ms: float, profiled_ms: float, width: int = 0
+        self, requests: int, drafted: bool, uniform: bool, step_ms: float, profiled_ms: float, width: int = 0
     ) -> None:
-        """Count a finished step that verified ``draft_tokens`` of the ``width`` (0: K) that each request drafted; both
-        times as with K."""
-        mode = mode_of(drafted, draft_tokens == requests * (width or self._gamma), width)
+        """Count a finished step, ``uniform`` where all that each request drafted (``width``, 0: K) was verified without
+        packing; both times as with K."""
+        mode = mode_of(drafted, uniform, width)
         self._times.observe(requests, mode, step_ms, profiled_ms)
 
     def state(self) -> Floats:
@@ -103,16 +103,15 @@ class ModeChoice:
         elapsed: int,
         saved_ms: float = 0.0,
     ) -> Decision:
-        """Compare drafting with not drafting by what their steps were measured to take, where those without a draft
-        were, else by the table; ``elapsed`` steps after the call before. ``drafting`` takes ``saved_ms`` less than with
-        K drafts."""
+        """Compare drafting with not drafting by what their steps were measured to take, where both were, else by the
+        table; ``elapsed`` steps after the call before. ``drafting`` takes ``saved_ms`` less than with K drafts."""
         seen = factors(self._in_force, requests)
         plain, drafted = seen[PLAIN], seen[mode_of(True, drafting.uniform, drafting.width)]
         draft_ms = measured_ms = drafting.predicted_ms
         if drafted:
             measured_ms = self._measured_ms(drafted, requests, non_draft_tokens, drafting.budget, kv_tokens, saved_ms)
         profiled_ms = self._profiled.point_ms(requests, non_draft_tokens, requests, kv_tokens, draft=False)
-        if plain:
+        if plain and drafted:
             draft_ms, plain_ms = measured_ms, plain * profiled_ms
         else:
             # A measured time has the host's work in it, and the table's has not: only a look can compare the two.
@@ -120,7 +119,7 @@ class ModeChoice:
         decision = self._gate.decide(drafting.at_cost(draft_ms), plain_ms, requests, elapsed)
         if drafted and requests and decision.draft and not self._gate.skipping:
             # Drafting steps say nothing good or bad about plain ones: where those are unknown, the profile's time.
-            rival_ms = plain_ms if plain else profiled_ms
+            rival_ms = plain * profiled_ms if plain else profiled_ms
             advantage = drafting.expected_tokens / measured_ms * rival_ms / requests
             if self._look_plain.due(requests, advantage, elapsed):
                 return Decision(0, False, False, float(requests), plain_ms, LOOK)

@@ -4,16 +4,19 @@ The host drafts any block up to the trained one, but always the one that it was 
 proposer, with attention and CUDA graphs of a shorter block.
 
 A step that trims such a draft is the host's for K: the results lie in the first proposer's buffers, and what comes
-after the draft finds K columns, of which the verification lengths let it use the first few only. A step that verifies
-all of it is what the host would do if it had been started with a shorter block: nothing is packed, and acceptance has
-as many rows as were verified.
+after the draft finds K columns. Acceptance looks at the first column that a request's length leaves out: where it would
+accept that draft, it outputs it, and otherwise draws from what the target has beyond the draft's distribution. So the
+column behind the drafts holds a draft of its own, token 0 with certainty, for which that is exact like for any other.
+
+A step that verifies all of it is what the host would do if it had been started with a shorter block: nothing is packed,
+and acceptance has as many rows as were verified.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -152,7 +155,7 @@ class NarrowDrafts:
         return msgspec.structs.replace(proposal, confidence=proposal.confidence.contiguous())
 
     def _widened(self, proposal: DraftProposal, width: int) -> DraftProposal:
-        """With K columns, of which those from ``width`` on hold anything."""
+        """With K columns: that behind the drafts holds token 0 with certainty, further ones hold anything."""
         block, gamma = proposal.draft_block, self._wide.gamma
         requests, sampler = len(block.draft_tokens), self._wide._draft_sampler
         confidence, raw = proposal.confidence, proposal.confidence_raw
@@ -170,7 +173,8 @@ class NarrowDrafts:
             tokens = torch.nn.functional.pad(block.draft_tokens, (0, missing))
             logits = block.corrected_logits
             if logits is not None:
-                logits = torch.nn.functional.pad(logits, (0, 0, 0, missing))
+                logits = torch.nn.functional.pad(logits, (0, 0, 0, missing), value=-torch.inf)
+                logits[:, width:, 0] = 0.0
             if confidence is not None and confidence.shape[1] == width:
                 confidence, raw = (torch.nn.functional.pad(each, (0, missing)) for each in (confidence, raw))
         return msgspec.structs.replace(
@@ -196,10 +200,6 @@ class _Unobserved:
         """The step counts as one of no interest."""
         self._hosts.note_idle_decode_step()
 
-    def segment(self, name: Any) -> AbstractContextManager[None]:
-        """Its parts are timed by the profiler's annotations only."""
-        return self._hosts.segment(name)
-
     def observe_verify_step(self, **_: Any) -> None:
         """Nothing is kept."""
 
@@ -222,13 +222,20 @@ class _Sampler(DsparkDraftSampler):
         if wide.confidence_out is not None:
             self.confidence_out = wide.confidence_out[:, :width]
             self.confidence_raw_out = wide.confidence_raw_out[:, :width]
+        self._token_behind = self._logits_behind = None
         if wide.step_logits is not None:
             self.step_logits = wide.step_logits[:, :width]
+            self._token_behind = wide.out.view(wide.max_bs, wide.gamma)[:, width]
+            self._logits_behind = wide.step_logits[:, width]
 
     def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor) -> None:
         super().__call__(hidden_states, input_ids)
         requests = hidden_states.shape[0] // self.query_token_num
         self._tokens[:requests].copy_(self.out[: requests * self.gamma].view(requests, self.gamma))
+        if self._logits_behind is not None:
+            self._token_behind[:requests].zero_()
+            self._logits_behind[:requests].fill_(-torch.inf)
+            self._logits_behind[:requests, 0] = 0.0
 
 
 def _is_captured(graphs: Any) -> bool:

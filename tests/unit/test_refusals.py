@@ -21,6 +21,7 @@ OPTIONS = {
     "SGLang's own adaptive steps": {"speculative_adaptive": True},
     "an offline cost table": {"speculative_dspark_sps_table_path": "/nowhere"},
     "unpadded CUDA graphs": {"disable_cuda_graph_padding": True},
+    "block verification": {"speculative_use_block_verification": True},
 }
 WORDS = {
     "disaggregated decode": "prefill/decode disaggregation",

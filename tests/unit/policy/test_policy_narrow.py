@@ -178,6 +178,48 @@ def test_a_width_that_is_predicted_to_lose_a_little_is_tried_and_what_it_brought
     assert not any(drafted[:200]) and 0 < sum(map(bool, drafted)) < 200, "a few trials"
 
 
+def test_a_text_that_becomes_easy_is_drafted_in_full_again():
+    """While shorter drafts are made nothing is seen of those of K: what they brought once must not keep them away."""
+    widths = DraftWidths((WIDTH,))
+    tokens, says = {0: 2.0, WIDTH: 1.9}, {0: 0.0}
+
+    def gain():
+        brought = widths.brought(WIDTH), widths.brought(0)
+        return brought[0] / 0.8 / brought[1] - 1.0 if all(brought) else says[0]
+
+    def phase(count):
+        drafted = []
+        for _ in range(count):
+            width = widths.begin(REQUESTS)
+            if not width and widths.compares():
+                width = widths.choose([gain()], [says[0]])
+            widths.observe(REQUESTS, round(tokens[width] * REQUESTS), width)
+            drafted.append(width)
+        return drafted
+
+    says[0] = 0.1
+    assert all(phase(1000)[-200:])
+    tokens, says[0] = {0: 6.0, WIDTH: 3.8}, -0.3
+    assert not any(phase(1500)[-300:])
+    # Predicted to lose a little, and really better: a trial of K costs little.
+    tokens, says[0] = {0: 3.0, WIDTH: 2.7}, -0.03
+    drafted = phase(20_000)
+    assert sum(not width for width in drafted[5000:]) < 600
+
+
+def test_loads_that_alternate_each_keep_their_width_and_are_looked_at():
+    widths, looks = DraftWidths((WIDTH,)), 0
+    for step in range(6000):
+        requests = 64 if step // 40 % 2 else 16
+        width = widths.begin(requests)
+        looks += widths.looks
+        if not width and widths.compares():
+            gain = 0.1 if requests == 64 else -0.2
+            width = widths.choose([gain], [gain])
+        assert requests == 64 or not width
+    assert looks > 2 * SETTLED_STEPS
+
+
 def test_a_width_that_is_predicted_to_lose_much_is_never_tried_nor_any_while_nothing_is_drafted():
     assert not any(steps(DraftWidths((WIDTH,)), 3000, lambda width: 3.0, gain=lambda: -0.2, predicted=-0.2))
     widths = DraftWidths((WIDTH,))
