@@ -63,9 +63,8 @@ class Arm:
 
 
 class Fixed(Arm):
-    def __init__(self, drafts: int, table: CostModel | None = None) -> None:
-        self.drafts = drafts
-        self.width = drafts if table is not None and drafts in table.narrow_draft_ms else 0
+    def __init__(self, drafts: int, width: int = 0) -> None:
+        self.drafts, self.width = drafts, width
 
     def decide(self, view: View) -> Plan:
         return Plan(np.full(view.requests, self.drafts), draft=self.drafts > 0, width=self.width)
@@ -238,7 +237,8 @@ def maker(name: str, gamma: int, believed: CostModel, true: CostModel, trim_ms: 
     if kind == "none":
         return lambda: Fixed(0)
     if kind.startswith("fixed-") and kind[6:].isdigit() and 1 <= int(kind[6:]) <= gamma:
-        return lambda: Fixed(int(kind[6:]), true)
+        drafts = int(kind[6:])
+        return lambda: Fixed(drafts, drafts if true.narrow_draft_ms and drafts < gamma else 0)
     if kind == "stock":
         return lambda: Stock(believed, gamma)
     if kind == "ours":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class Replica:
     def __init__(self, arm: Arm, table: CostModel, pool: Pool, scenario: Scenario, seed: int) -> None:
         slots = scenario.concurrency
         self.arm, self.table, self.pool, self.scenario = arm, table, pool, scenario
-        self.tables = {width: table.drafting(width) for width in (0, *table.narrow_draft_ms)}
+        self.tables = drafting(table, pool.gamma)
         self.rng = np.random.default_rng([seed, 80])
         self.now = 0.0
         self.memory = Memory(slots, pool.gamma)
@@ -228,6 +228,19 @@ class Replica:
         self.running = self.running[~gone[self.running]]
         self.free.extend(done)
         return done
+
+
+def drafting(table: CostModel, gamma: int) -> dict[int, CostModel]:
+    """What steps cost that draft so many tokens for each request, 0 being ``gamma``, as far as ``table`` has shorter
+    drafts: between those that it has along straight lines, and never less than the shortest."""
+    known = {**table.narrow_draft_ms, gamma: table.draft_ms}
+    widths = sorted(known)
+    costs = np.stack([known[width] for width in widths])
+    tables = {0: table}
+    for width in range(1, gamma) if table.narrow_draft_ms else ():
+        ms = np.array([np.interp(width, widths, column) for column in costs.T])
+        tables[width] = replace(table, draft_ms=ms, narrow_draft_ms={})
+    return tables
 
 
 def simulate(make_arm: Callable[[], Arm], table: CostModel, pool: Pool, scenario: Scenario, seed: int) -> Outcome:

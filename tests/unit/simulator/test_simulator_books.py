@@ -11,7 +11,7 @@ from simulator_cases import POOL, STEEP, TABLE, K, run
 
 from sglang_adaptive.benchmarks.simulator import bound
 from sglang_adaptive.benchmarks.simulator.arms import Fixed
-from sglang_adaptive.benchmarks.simulator.loop import LAG, Scenario, simulate
+from sglang_adaptive.benchmarks.simulator.loop import LAG, Scenario, drafting, simulate
 from sglang_adaptive.policy.cost import CostModel, VerifySample
 from sglang_adaptive.policy.engine import Engine
 
@@ -97,3 +97,19 @@ def test_what_never_pays_is_not_drafted_by_those_who_know():
     for arm in ("clairvoyant", "informed", "informed-rate", "oracle"):
         outcome = run(arm, Scenario(4, 400), pool=hopeless)
         assert outcome.plain == outcome.steps
+
+
+def test_shorter_drafts_cost_what_the_table_says_and_in_between_what_lies_between():
+    """K = 7: of one token each and of all seven, 2 and 8 ms more than a verification; the host needs 20 ms to trim."""
+    verify = [VerifySample(tokens, 0.0, 5.0 + tokens / 100) for tokens in (1, 64, 512)]
+    table = CostModel.from_samples(verify, [(1, 8.0), (64, 8.0)], narrow_draft={1: [(1, 2.0), (64, 2.0)]})
+    costs = drafting(table, K)
+    assert [round(costs[width].draft_cost(8), 6) for width in (1, 2, 3, 6, 0)] == [2.0, 3.0, 4.0, 7.0, 8.0]
+    assert set(drafting(TABLE, K)) == {0}
+    for drafts, ms in ((1, 2.0), (3, 4.0), (7, 8.0)):
+        outcome = run(f"fixed-{drafts}", Scenario(8, 2000), table)
+        assert outcome.ms == pytest.approx(outcome.steps * (5.0 + 8 * (drafts + 1) / 100 + ms))
+    host = run("fixed-3", Scenario(8, 2000, host_ms=(1.0, 30.0, 40.0)), table)
+    assert host.ms == pytest.approx(30.0 * host.steps) and host.ragged == 0
+    ours = run("ours", Scenario(8, 6000, host_ms=(1.0, 1.0, 20.0)), table)
+    assert ours.ragged < ours.steps / 4, "trims that the host takes long for are measured and given up"
