@@ -26,12 +26,15 @@ COMPARE_STEPS = 16
 LOOK_STEPS, MOST_LOOK_STEPS = 256, 1024
 ENTER_GAIN, LEAVE_GAIN = 0.01, 0.0
 # A trial takes so many steps. One of fewer tokens is worth it where they are predicted to lose no more than this, one
-# of all K where fewer are predicted to lose anything, and at once where that is more than this.
-TRIAL_STEPS, TRIAL_LOSS = 48, 0.08
+# of all K where fewer are predicted to lose anything, and at once where that is more than this. At few requests it
+# takes longer: TRIAL_ROWS requests' steps say what a step brings to 2 %.
+TRIAL_STEPS, TRIAL_ROWS, TRIAL_LOSS = 48, 2048, 0.08
 # The first trial of the other width comes after so many steps, the next one after four times as many, up to the most.
 FIRST_TRIAL, MOST_TRIAL = 64, 16384
-# Steps that the mean of what was brought remembers, that it needs, and that it leaves out after another width.
+# Steps that the mean of what was brought remembers, that it needs, and that it leaves out after another width; and
+# requests' steps that it remembers and needs, at least.
 _MEMORY_STEPS, _LEAST_STEPS, _TURN_STEPS = 64, 16, 4
+_MEMORY_ROWS, _LEAST_ROWS = 8192, 1024
 
 
 class DraftWidths:
@@ -47,13 +50,14 @@ class DraftWidths:
         self._loads = [_Load(len(self.widths) + 1) for _ in range(BUCKETS)]
         self._load = self._loads[0]
         self.looks = False
-        self._wide = 0
+        self._wide = self._requests = 0
 
     def begin(self, requests: int, elapsed: int = 1) -> int:
         """The width of a step of R requests; 0 is K. The call before was ``elapsed`` steps ago."""
         if not self.widths:
             return 0
-        self._load = load = self._loads[RunningRate.bucket(requests)]
+        self._load, self._requests = self._loads[RunningRate.bucket(requests)], requests
+        load = self._load
         load.since += elapsed
         width = load.width
         if width:
@@ -77,7 +81,7 @@ class DraftWidths:
     def observe(self, requests: int, committed_tokens: int, width: int) -> None:
         """Count what a step that drafted ``width`` tokens (0: K) for each of R requests brought."""
         if self.widths and requests:
-            self._loads[RunningRate.bucket(requests)].observe(self._place(width), committed_tokens / requests)
+            self._loads[RunningRate.bucket(requests)].observe(self._place(width), requests, committed_tokens)
 
     def brought(self, width: int) -> float:
         """Tokens per request and step of ``width`` (0: K) at the load of this step; 0 where that is not known."""
@@ -105,7 +109,7 @@ class DraftWidths:
                 load.interval = LOOK_STEPS
         elif not before and not gating and load.since > load.trial_after and predicted[hoped] > -TRIAL_LOSS:
             width = self.widths[hoped]
-            load.interval = TRIAL_STEPS
+            load.interval = max(TRIAL_STEPS, TRIAL_ROWS // max(self._requests, 1))
             load.begin_trial(self._place(width))
         else:
             width = 0
@@ -125,7 +129,7 @@ class _Load:
         self.since = self.unlooked = self.looks_left = 0
         self.interval, self.trial_after = LOOK_STEPS, FIRST_TRIAL
         self._brought: NDArray[np.float64] = np.zeros(places)
-        self._seen = np.zeros(places, np.int64)
+        self._steps, self._rows = np.zeros(places, np.int64), np.zeros(places, np.int64)
         self._turn = (0, 0)
 
     def take(self, width: int) -> None:
@@ -134,16 +138,19 @@ class _Load:
 
     def begin_trial(self, place: int) -> None:
         """What was known of that place may be old."""
-        self._seen[place] = 0
+        self._steps[place] = self._rows[place] = 0
         self.trial_after = min(4 * self.trial_after, MOST_TRIAL)
 
-    def observe(self, place: int, tokens: float) -> None:
+    def observe(self, place: int, requests: int, tokens: int) -> None:
         before, steps = self._turn
         self._turn = (place, steps + 1 if place == before else 1)
         if self._turn[1] <= _TURN_STEPS:
             return
-        self._seen[place] += 1
-        self._brought[place] += (tokens - self._brought[place]) / min(int(self._seen[place]), _MEMORY_STEPS)
+        self._steps[place] += 1
+        self._rows[place] += requests
+        memory = min(int(self._steps[place]), max(_MEMORY_STEPS, _MEMORY_ROWS // requests))
+        self._brought[place] += (tokens / requests - self._brought[place]) / memory
 
     def known(self, place: int) -> float:
-        return float(self._brought[place]) if self._seen[place] >= _LEAST_STEPS else 0.0
+        enough = self._steps[place] >= _LEAST_STEPS and self._rows[place] >= _LEAST_ROWS
+        return float(self._brought[place]) if enough else 0.0

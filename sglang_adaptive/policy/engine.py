@@ -41,6 +41,8 @@ _NEWS = 0.005
 _PRIOR_ACCEPTANCE = 0.75
 # Drafting goes on for so many steps where that takes long to be corrected.
 _LEARN_STEPS = 64
+# Shorter drafts must save this share of a step.
+_LEAST_SAVING = 0.01
 # The profile is a slow mean: while drafting goes on, one step in so many is enough.
 _PROFILE_STEPS = 8
 
@@ -285,6 +287,11 @@ class Engine:
             return wide
         gains, predicted = [], []
         for each in narrow:
+            if self._saved_ms(each.width, requests) < _LEAST_SAVING * wide.predicted_ms:
+                # Fewer tokens of drafts that take as long bring less, whatever chance makes of it.
+                gains.append(-1.0)
+                predicted.append(-1.0)
+                continue
             tokens = each.expected_tokens, wide.expected_tokens
             brought = widths.brought(each.width), widths.brought(0)
             if all(brought):

@@ -238,3 +238,16 @@ def test_what_the_first_steps_after_another_width_bring_does_not_count():
     assert widths.brought(0) == widths.brought(WIDTH) == 100.0
     widths.begin(4)
     assert widths.brought(0) == 0.0, "of another load nothing is known"
+
+
+def test_a_few_requests_say_little_and_a_draft_that_takes_as_long_is_never_cut():
+    widths = DraftWidths((WIDTH,))
+    widths.begin(2)
+    for _ in range(500):
+        widths.observe(2, 6, 0)
+    assert widths.brought(0) == 0.0
+    for _ in range(100):
+        widths.observe(2, 6, 0)
+    assert widths.brought(0) == 3.0
+    policy = engine(table(narrow_ms=5.97))
+    assert not any(each.width for each in run(policy, LIKELY, 2000)), "not even a trial"
