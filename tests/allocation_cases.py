@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from launch_costs import launches, microseconds
 
 from sglang_adaptive.policy.allocation import allocate as policys
 from sglang_adaptive.policy.allocation import allocate_reference
@@ -301,27 +302,6 @@ def complaint(claim: Callable[[], None]) -> str | None:
 def compiled() -> int:
     """How many variants of the kernel there are."""
     return sum(len(caches[0]) for caches in allocation_kernel._allocate.device_caches.values())
-
-
-def launches(call: Callable[[], Any]) -> int:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        call()
-        torch.cuda.synchronize()
-    names = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return sum("Activity Buffer" not in name for name in names)
-
-
-def microseconds(call: Callable[[], Any], times: int = 300) -> float:
-    """CPU time of one call, while the GPU keeps up."""
-    spent = 0.0
-    for _ in range(times):
-        begin = time.perf_counter()
-        call()
-        spent += time.perf_counter() - begin
-        torch.cuda.synchronize()
-    return round(spent / times * 1e6, 1)
 
 
 def on_the_device(call: Callable[[], Any], times: int = 200) -> float:

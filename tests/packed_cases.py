@@ -10,13 +10,13 @@ import inspect
 import json
 import os
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from launch_costs import launches, microseconds
 from sglang.kernels.ops.speculative import ragged_verify_kernels as lengths
 from sglang.kernels.ops.speculative.dspark import dspark_verify_window as host_window
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
@@ -256,27 +256,6 @@ def handed_over() -> dict[str, Any]:
     except AssertionError as error:
         found["more requests than slots"] = str(error)
     return found
-
-
-def launches(call: Callable[[], Any]) -> int:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        call()
-        torch.cuda.synchronize()
-    names = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return sum("Activity Buffer" not in name for name in names)
-
-
-def microseconds(call: Callable[[], Any], times: int = 200) -> float:
-    """CPU time of one call, while the GPU keeps up."""
-    spent = 0.0
-    for _ in range(times):
-        begin = time.perf_counter()
-        call()
-        spent += time.perf_counter() - begin
-        torch.cuda.synchronize()
-    return round(spent / times * 1e6, 1)
 
 
 def costs() -> dict[str, dict[str, list[float]]]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from interpreted import found_by
 
 pytestmark = pytest.mark.gpu
 
@@ -17,17 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "allocation_cases.py"
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env={**environment, "SGLANG_PLUGINS": "none"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return found_by(SCRIPT, interpreted=False)
 
 
 def test_all_that_is_claimed_of_it_holds(found):
