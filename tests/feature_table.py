@@ -69,6 +69,7 @@ ROWS = (
         (
             f"{_FEATURES}test_structured_output",
             f"{_FEATURES}test_structured_output_in_steps_whose_budget_is_0",
+            f"{_ODD}test_structured_output_in_mixed_steps",
             f"{_SERVING}test_the_real_pair",
         ),
     ),
@@ -93,7 +94,10 @@ ROWS = (
     Row(
         "Chunked prefill, `--enable-mixed-chunk`",
         EQUAL,
-        (f"{_ODD}test_chunked_prefill_in_mixed_steps_with_retractions",),
+        (
+            f"{_ODD}test_chunked_prefill_in_mixed_steps_with_retractions",
+            f"{_ODD}test_structured_output_in_mixed_steps",
+        ),
     ),
     Row(
         "Retraction",

@@ -12,6 +12,7 @@ _PLANNER = f"{_SPEC}.dspark_components.dspark_planner"
 _VERIFY = f"{_SPEC}.dspark_components.dspark_verify"
 _RAGGED = f"{_SPEC}.ragged_verify"
 _RELAY = "sglang.srt.managers.overlap_utils"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 _ARGS = "sglang.srt.arg_groups"
 
 RELIED_ON: tuple[str, ...] = (
@@ -118,4 +119,15 @@ RELIED_ON: tuple[str, ...] = (
     "sglang.srt.platforms.interface.SRTPlatform",
     "sglang.srt.platforms.interface.PlatformCapabilities",
     "sglang.srt.platforms.device_mixin.DeviceMixin",
+    # In a mixed step our workers call the barrier that the host hands to them.
+    "sglang.srt.managers.scheduler.Scheduler._advance_pending_grammar",
+    f"{_RESULTS}.SchedulerBatchResultProcessor.advance_grammar_fsm",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.update_regex_vocab_mask",
+    # A step without a draft hands out one token a request, and writes the draft's KV in its graph.
+    f"{_RESULTS}._get_speculative_output_stride",
+    "sglang.srt.utils.common.async_d2h",
+    "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.space",
+    "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.plan_uniform_extend",
+    "sglang.srt.models.dspark.DSparkDraftMixin.write_target_hidden_kv",
 )

@@ -29,7 +29,7 @@ from sglang_adaptive.runtime import eagle_verify
 from sglang_adaptive.runtime.eagle_draft import AdaptiveEagleDraftWorker
 from sglang_adaptive.runtime.estimate import Estimate
 from sglang_adaptive.runtime.planner import StepPlanner
-from sglang_adaptive.runtime.serving import AdaptiveServing
+from sglang_adaptive.runtime.serving import AdaptiveServing, catch_up
 
 
 @contextmanager
@@ -96,6 +96,7 @@ class AdaptiveEagleWorker(AdaptiveServing, host.EAGLEWorkerV2):
         grammar_barrier: Any = None,
         pp_proxy_tensors: Any = None,
     ) -> Any:
+        catch_up(batch, grammar_barrier)
         # With overlap the device still runs the step before; the scheduler has no earlier place for EAGLE.
         planner = self.planner
         planner.size(batch)

@@ -7,7 +7,7 @@ host's step these methods are called.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -80,10 +80,11 @@ class StepPlanner:
         self._bounds = 0, gamma
         self._requests = 0
 
-    def capture_widths(self, *widths: int) -> None:
-        """Make the graphs of steps in which every request has so many tokens; the host's must be there."""
+    def capture_widths(self, *widths: int, tails: Mapping[int, Callable[..., None] | None] | None = None) -> None:
+        """Make the graphs of steps in which every request has so many tokens; the host's must be there. ``tails`` are
+        what else those of a width do."""
         if self.ragged:
-            self.widths = FixedWidths(self.model_runner, widths, self.gamma + 1)
+            self.widths = FixedWidths(self.model_runner, widths, self.gamma + 1, tails)
             # A family that asks for no width of one packs its steps without a draft.
             self._skips_drafts = all(self.serves(width) for width in widths if width == 1)
 
@@ -127,6 +128,7 @@ class StepPlanner:
         if self.traces(options):
             self._trace = TraceRecorder(options.trace, self.gamma, meta=describe(self.model_runner))
         self._ones = torch.ones(max_requests, dtype=torch.int32, device=self.device)
+        self._ones_on_cpu = torch.ones(max_requests, dtype=torch.int32)
         self._log_every = options.log_decisions == "every"
         self._may_repeat = not self._log_every
         # A trace wants the confidences of every step.
@@ -319,6 +321,10 @@ class StepPlanner:
     def ones(self, requests: int) -> torch.Tensor:
         """[R] int32 ones, to be read only."""
         return self._ones[:requests]
+
+    def ones_on_cpu(self, requests: int) -> torch.Tensor:
+        """The same where the host reads them."""
+        return self._ones_on_cpu[:requests]
 
     # -- when the step is launched --
 

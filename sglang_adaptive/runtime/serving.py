@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,3 +123,12 @@ def _gather_ranks() -> list[dict[str, Any]]:
     ranks: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(ranks, mine, group=group.cpu_group)
     return ranks
+
+
+def catch_up(batch: Any, grammar_barrier: Callable[[], None] | None) -> None:
+    """Before a mixed step: its decoding requests' grammars take in what the last step brought.
+
+    A decode step calls the host's barrier where it verifies. A mixed step samples as a prefill does and never calls it.
+    """
+    if grammar_barrier is not None and batch.forward_mode.is_mixed() and batch.has_grammar:
+        grammar_barrier()

@@ -9,7 +9,7 @@ verification does, and a step without a draft runs as wide as it is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,11 +33,19 @@ class FixedWidths:
     """The target's attention and graphs for steps of ``widths`` tokens a request, besides the packed ones.
 
     ``own`` is K + 1, the width that the host's attention was made for. Only one set is in the model runner's place at a
-    time; outside ``active`` it is the packed one.
+    time; outside ``active`` it is the packed one. ``tails`` are for some widths what else their graphs do, called like
+    the host's hooks at the end of a capture.
     """
 
-    def __init__(self, model_runner: Any, widths: Sequence[int], own: int) -> None:
+    def __init__(
+        self,
+        model_runner: Any,
+        widths: Sequence[int],
+        own: int,
+        tails: Mapping[int, Callable[..., None] | None] | None = None,
+    ) -> None:
         self._runner = model_runner
+        self._tails = {width: tail for width, tail in (tails or {}).items() if tail is not None}
         self._sets: dict[int, tuple[Any, Any]] = {}
         packed = model_runner.attn_backend, model_runner.decode_cuda_graph_runner
         self._beside = packed[1]
@@ -71,6 +79,10 @@ class FixedWidths:
         with large_batches_only():
             self._sets[width] = self._made(width)
 
+    def has_tail(self, width: int) -> bool:
+        """Whether graphs of ``width`` tokens a request do what their tail is for; steps outside graphs do not."""
+        return width in self._tails and width in self and self._in_graphs
+
     @property
     def _in_graphs(self) -> bool:
         return self._beside is not None and getattr(self._beside, "ragged_verify_mode", False)
@@ -94,7 +106,8 @@ class FixedWidths:
         runner = self._runner
         logger.info("sglang_adaptive: capturing steps of %d token(s) a request", width)
         # What the host hangs on its packed graphs (accepting greedy drafts inside) knows their shapes only.
-        hooks, runner.capture_tail_hooks = runner.capture_tail_hooks, []
+        tail = self._tails.get(width)
+        hooks, runner.capture_tail_hooks = runner.capture_tail_hooks, [] if tail is None else [tail]
         try:
             return type(packed_graphs)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
         finally:

@@ -18,7 +18,7 @@ from sglang_adaptive.runtime.estimate import Estimate
 from sglang_adaptive.runtime.heard_drafts import HeardDrafts
 from sglang_adaptive.runtime.narrow_drafts import NarrowDrafts
 from sglang_adaptive.runtime.narrow_drafts import widths as narrow_widths
-from sglang_adaptive.runtime.serving import AdaptiveServing
+from sglang_adaptive.runtime.serving import AdaptiveServing, catch_up
 from sglang_adaptive.runtime.trace_features import watch_drafts
 
 
@@ -54,7 +54,7 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
     def init_cuda_graphs(self) -> None:
         """Capture as the host does, then profile what was captured."""
         super().init_cuda_graphs()
-        self.planner.capture_widths(self.gamma + 1, 1)
+        self.planner.capture_widths(self.gamma + 1, 1, tails={1: plain.draft_kv_in_graph(self)})
         estimate = self._estimate()
         if estimate is None and self._drafts_narrow():
             self._narrow = narrow = NarrowDrafts(
@@ -99,6 +99,7 @@ class AdaptiveDSparkWorker(AdaptiveServing, host.DSparkWorkerV2):
         grammar_barrier: Any = None,
         **kwargs: Any,
     ) -> Any:
+        catch_up(batch, grammar_barrier)
         planner, prefix_lens = self.planner, batch.seq_lens
         if get_schedule().disable_overlap_schedule:
             # The overlapping scheduler sizes before it launches; without it there is no earlier place than this.

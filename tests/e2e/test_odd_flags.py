@@ -51,6 +51,11 @@ def long_prompts(count: int) -> list[str]:
     return [" ".join(language.random_prompts(6, seed=100 + i, words=60)) for i in range(count)]
 
 
+def running_with_prompts(server: Server) -> list[int]:
+    """How many requests decode while each chunk of prompts comes in. With mixed steps on, it is mixed with them."""
+    return [int(running) for running in re.findall(r"Prefill batch.*?#running-req: (\d+)", server.log_text())]
+
+
 def test_chunked_prefill_in_mixed_steps_with_retractions(odd_server: Server, tiny_plain_server: Server):
     """Long prompts arrive while others decode."""
     bodies = [asked(prompt, 64) for prompt in PROMPTS[:8]] + [asked(prompt, 32) for prompt in long_prompts(5)]
@@ -62,14 +67,28 @@ def test_chunked_prefill_in_mixed_steps_with_retractions(odd_server: Server, tin
     assert state["decisions"]["trimmed"] > 0 and len(state["verified_per_position"]) == BLOCK
     assert "8" in state["by_load"], "the requests did not run together"
     assert info["enable_mixed_chunk"] and info["cuda_graph_config"]["decode"]["backend"] == "disabled"
-    # With mixed steps on, every prompt that comes in while others run is mixed with them.
-    mixed = [int(running) for running in re.findall(r"Prefill batch.*?#running-req: (\d+)", odd_server.log_text())]
-    assert max(mixed) >= 4, "no prompt was mixed with decoding requests"
+    assert max(running_with_prompts(odd_server)) >= 4, "no prompt was mixed with decoding requests"
 
 
 def test_penalties_in_mixed_steps(odd_server: Server, tiny_plain_server: Server):
     bodies = penalised() + [asked(prompt, 40, frequency_penalty=1.0) for prompt in long_prompts(4)]
     assert outputs(odd_server, bodies) == outputs(tiny_plain_server, bodies)
+
+
+def test_structured_output_in_mixed_steps(odd_server: Server, tiny_plain_server: Server):
+    """Grammars in which every token depends on the one before, and which end while long prompts come in.
+
+    Some of the long prompts have one, too: it begins in the step of their last chunk.
+    """
+    kinds = [{"regex": f"(h[0-9]{{1,2}}e[0-9]{{1,3}}){{{pairs}}}", "ignore_eos": False} for pairs in range(3, 11)]
+    bodies = [asked(prompt, 40, **kind) for prompt, kind in zip(PROMPTS, kinds, strict=False)]
+    bodies += [asked(prompt, 8, **({}, kinds[0])[i % 2]) for i, prompt in enumerate(long_prompts(6))]
+    odd_server.client.flush_cache()
+    before = len(running_with_prompts(odd_server))
+    ours = outputs(odd_server, bodies)
+    assert ours == outputs(tiny_plain_server, bodies)
+    assert [(len(ids), reason["type"]) for ids, _, reason in ours[:8]] == [(2 * n + 1, "stop") for n in range(3, 11)]
+    assert sum(running > 0 for running in running_with_prompts(odd_server)[before:]) > 10
 
 
 def test_priorities_change_no_output(odd_server: Server, tiny_plain_server: Server):

@@ -56,6 +56,23 @@ def test_each_width_is_captured_by_itself_without_the_hosts_hooks(runner):
     assert runner.capture_tail_hooks == ["accept in the graph"] and runner.attn_backend == "packed attention"
 
 
+def test_a_tail_is_captured_with_the_graphs_of_its_width(runner):
+    def write(*_):
+        raise AssertionError("captured only")
+
+    fixed = FixedWidths(runner, (8, 1), own=8, tails={1: write, 8: None})
+    assert Graphs.made == [(8, [], "static"), (1, [write], "static")]
+    assert fixed.has_tail(1) and not fixed.has_tail(8) and not fixed.has_tail(4)
+    assert runner.capture_tail_hooks == ["accept in the graph"]
+    runner.decode_cuda_graph_runner = Graphs(runner)
+    assert not fixed.has_tail(1), "the host captured anew"
+
+
+def test_without_graphs_no_tail_runs(runner):
+    runner.decode_cuda_graph_runner = None
+    assert not FixedWidths(runner, (1,), own=8, tails={1: print}).has_tail(1)
+
+
 def test_a_width_is_in_place_meanwhile_and_gone_after_an_error(runner):
     fixed, packed = FixedWidths(runner, (8, 1), own=8), runner.decode_cuda_graph_runner
     with pytest.raises(ZeroDivisionError), fixed.active(1):
