@@ -30,13 +30,15 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Arm:
-    """One server set-up. ``role`` tells the report what to compare: none, fixed, compact, ours or other."""
+    """One server set-up. ``role`` tells the report what to compare: none, fixed, compact, ours or other.
+    ``warmup_seconds`` replaces the sweep's."""
 
     name: str
     role: str = "other"
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     prepare: Prepare | None = None
+    warmup_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Sweep:
     restart: bool | None = None
     pause_idle: bool = False
     output_tokens: list[int] = field(default_factory=lambda: [96, 160])
+    batches: bool = False
     temperature: float = 1.0
     stream_interval: int = 32
     seed: int = 0

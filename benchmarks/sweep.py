@@ -142,8 +142,9 @@ class Run:
             self._wait(server)
             self._check_acceptance(arm, server)
             ends = {min(self.sweep.concurrency), max(self.sweep.concurrency)}
+            seconds = self.sweep.warmup_seconds if arm.warmup_seconds is None else arm.warmup_seconds
             for concurrency in self.sweep.warmup_concurrency or sorted(ends):
-                asyncio.run(measure(server.url, self._load(concurrency, -1, self.sweep.warmup_seconds / 2)))
+                asyncio.run(measure(server.url, self._load(concurrency, -1, seconds / 2)))
         except (ServerFailed, RuntimeError) as error:
             servers.pop(arm.name).stop()
             self._failed(arm, stage, f"{error}\n{server.tail()}")
@@ -196,13 +197,15 @@ class Run:
 
     async def _measure(self, url: str, cell: Cell) -> dict[str, Any]:
         await post(f"{url}/flush_cache")  # every arm prefills what it is sent
-        return await measure(url, self._load(cell.concurrency, cell.repeat, self.seconds))
+        seconds = None if self.sweep.batches else self.seconds
+        return await measure(url, self._load(cell.concurrency, cell.repeat, seconds))
 
-    def _load(self, concurrency: int, repeat: int, seconds: float) -> Load:
+    def _load(self, concurrency: int, repeat: int, seconds: float | None) -> Load:
         return Load(
             concurrency=concurrency,
             prompts=self.prompts,
             seconds=seconds,
+            requests=concurrency if seconds is None else None,
             output_tokens=tuple(self.sweep.output_tokens),
             temperature=self.sweep.temperature,
             stream_interval=self.sweep.stream_interval,

@@ -10,7 +10,7 @@ import numpy as np
 from sglang_adaptive.observe.reliability import Curve
 from sglang_adaptive.observe.summary import Summary
 from sglang_adaptive.observe.svg import Axis, Plot, span
-from sglang_adaptive.policy import budget, explore, mode_choice, saturation, steady
+from sglang_adaptive.policy import budget, draft_width, explore, mode_choice, saturation, steady
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW = (
@@ -35,6 +35,7 @@ REASONS = {
     saturation.PROBE: ("probe: does drafting pay again?", PINK),
     explore.EXPLORE: ("explore: verify all", "#7b5ea7"),
     explore.EXPLORE_TIER: ("explore: another tier", "#b79fd8"),
+    draft_width.MEASURE: ("measure: what a width brings", "#d3b3c6"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from sglang_adaptive.policy.calibration import Calibration
 from sglang_adaptive.policy.config import PolicyConfig
 from sglang_adaptive.policy.correction import CostCorrection, corrected
 from sglang_adaptive.policy.cost import CostModel
-from sglang_adaptive.policy.draft_width import DraftWidths
+from sglang_adaptive.policy.draft_width import MEASURE, DraftWidths
 from sglang_adaptive.policy.explore import Explorer
 from sglang_adaptive.policy.mode_choice import ModeChoice
 from sglang_adaptive.policy.modes import SIZE as MODE_TIMES
@@ -30,6 +31,7 @@ from sglang_adaptive.policy.profile import SurvivalProfile
 from sglang_adaptive.policy.rate import BUCKETS, RunningRate
 from sglang_adaptive.policy.saturation import SaturationGate
 from sglang_adaptive.policy.survival import bounds, count_invalid, survival
+from sglang_adaptive.policy.width_choice import WidthCosts, wide_or_narrow
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -41,8 +43,6 @@ _NEWS = 0.005
 _PRIOR_ACCEPTANCE = 0.75
 # Drafting goes on for so many steps where that takes long to be corrected.
 _LEARN_STEPS = 64
-# Shorter drafts must save this share of a step.
-_LEAST_SAVING = 0.01
 # The profile is a slow mean: while drafting goes on, one step in so many is enough.
 _PROFILE_STEPS = 8
 
@@ -84,8 +84,7 @@ class Engine:
         self._previous: Decision | None = None
         narrow = [width for width in cost.narrow_draft_ms if config.min_len - 1 <= width < self._most]
         self.draft_widths = DraftWidths(narrow if self._informative else ())
-        self._profiled_at = {width: cost.drafting(width) for width in self.draft_widths.widths}
-        self._cost_at = dict(self._profiled_at)
+        self._width_costs = WidthCosts(cost, self.draft_widths.widths)
 
     def size(
         self,
@@ -125,18 +124,18 @@ class Engine:
         # 3. Whether drafting pays at all.
         looks = self.draft_widths.looks and not self.gate.skipping
         if self._may_skip and self.profile.mean is not None and not looks:
-            saved_ms = self._saved_ms(decision.width, requests)
+            saved_ms = self._width_costs.saved_ms(decision.width, requests)
             decision = self.modes.draft_or_not(decision, requests, cost, non_draft_tokens, kv_tokens, elapsed, saved_ms)
 
         # 4. Once in a long while a step that drafts looks at what is always trimmed, or at another tier.
-        if decision.width:
-            self._previous = decision
-            return decision
-        decision = self._explorer.look_at_trimmed(decision, alive, cost, non_draft_tokens, kv_tokens, elapsed)
+        if not decision.width:
+            decision = self._explorer.look_at_trimmed(decision, alive, cost, non_draft_tokens, kv_tokens, elapsed)
         self._previous = decision
-        if self._measures_tiers and decision.draft and not self.gate.skipping:
+        drafts = decision.draft and not self.gate.skipping
+        if self._measures_tiers and drafts and not decision.width:
             decision = self._explorer.measure_tier(decision, alive, cost, non_draft_tokens, kv_tokens, elapsed)
-        return decision
+        # A decision for this reason is not repeated, so that each step of a trial is observed.
+        return replace(decision, reason=MEASURE) if drafts and self.draft_widths.measures else decision
 
     def observe(
         self,
@@ -199,7 +198,7 @@ class Engine:
             self._correction_in_force = news.copy()
             self.cost = corrected(self._profiled, news)
             self.cost.prepare(int(self._profiled.tiers[-1]))
-            self._cost_at = {width: self.cost.drafting(width) for width in self._profiled_at}
+            self._width_costs.apply(self.cost)
 
     def to_dict(self) -> dict[str, Any]:
         """What is worth keeping over a restart, as plain JSON values."""
@@ -260,7 +259,7 @@ class Engine:
         self, width: int, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
     ) -> Decision:
         """The best decision that drafts ``width`` tokens for each request."""
-        best = self._best_drafting(alive[:, :width], self._cost_at[width], non_draft_tokens, kv_tokens, weights)
+        best = self._best_drafting(alive[:, :width], self._width_costs.at(width), non_draft_tokens, kv_tokens, weights)
         if self.config.narrow_whole:
             return best.of_width(width, best.uniform)
         # Its rows are packed in any case.
@@ -270,8 +269,8 @@ class Engine:
         self, trimmed: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float, elapsed: int
     ) -> Decision:
         """``trimmed`` or all the drafts of ``alive``, whichever was measured to be better."""
-        width, cost = trimmed.width, self._cost_at[trimmed.width] if trimmed.width else self.cost
-        saved_ms = self._saved_ms(width, alive.shape[0])
+        width, cost = trimmed.width, self._width_costs.at(trimmed.width)
+        saved_ms = self._width_costs.saved_ms(width, alive.shape[0])
         chosen = self.modes.trimmed_or_whole(
             trimmed, alive, cost, non_draft_tokens, kv_tokens, elapsed, width, saved_ms
         )
@@ -281,37 +280,16 @@ class Engine:
         self, wide: Decision, alive: Floats, non_draft_tokens: int, kv_tokens: float, weights: Floats | None
     ) -> Decision:
         """The best of ``wide``, which drafts all K, and of the narrower decisions."""
-        widths, requests = self.draft_widths, alive.shape[0]
-        narrow = [self._best_narrow(width, alive, non_draft_tokens, kv_tokens, weights) for width in widths.widths]
-        if not wide.predicted_ms:
-            return wide
-        gains, predicted = [], []
-        for each in narrow:
-            if self._saved_ms(each.width, requests) < _LEAST_SAVING * wide.predicted_ms:
-                # Fewer tokens of drafts that take as long bring less, whatever chance makes of it.
-                gains.append(-1.0)
-                predicted.append(-1.0)
-                continue
-            tokens = each.expected_tokens, wide.expected_tokens
-            brought = widths.brought(each.width), widths.brought(0)
-            if all(brought):
-                tokens = brought[0] * requests, brought[1] * requests
-            measured = [
-                self.modes.measured_ms(of, requests, non_draft_tokens, kv_tokens, self._saved_ms(of.width, requests))
-                for of in (each, wide)
-            ]
-            ms = measured if all(measured) else (each.predicted_ms, wide.predicted_ms)
-            gains.append(tokens[0] / ms[0] / (tokens[1] / ms[1]) - 1.0)
-            rates = (of.expected_tokens / of.predicted_ms for of in (each, wide))
-            predicted.append(next(rates) / next(rates) - 1.0)
-        chosen = widths.choose(gains, predicted, self.gate.skipping)
-        return narrow[widths.widths.index(chosen)] if chosen else wide
+        requests, costs = alive.shape[0], self._width_costs
+        narrow = [
+            self._best_narrow(width, alive, non_draft_tokens, kv_tokens, weights) for width in self.draft_widths.widths
+        ]
 
-    def _saved_ms(self, width: int, requests: int) -> float:
-        """What a draft of ``width`` tokens takes less than one of K, as profiled."""
-        if not width:
-            return 0.0
-        return self._profiled.draft_cost(requests) - self._profiled_at[width].draft_cost(requests)
+        def measured_ms(of: Decision) -> float:
+            saved_ms = costs.saved_ms(of.width, requests)
+            return self.modes.measured_ms(of, requests, non_draft_tokens, kv_tokens, saved_ms)
+
+        return wide_or_narrow(wide, narrow, requests, self.draft_widths, costs, measured_ms, self.gate.skipping)
 
     @property
     def _may_skip(self) -> bool:
@@ -338,7 +316,7 @@ class Engine:
         follows: bool,
         width: int,
     ) -> None:
-        saved_ms = self._saved_ms(width, requests)
+        saved_ms = self._width_costs.saved_ms(width, requests)
         tokens, rows = non_draft_tokens + draft_tokens, requests + draft_tokens
         predicted = self.cost.point_ms(requests, tokens, rows, kv_tokens, drafted)
         self._rate.observe(requests, committed_tokens, step_ms, predicted - saved_ms)

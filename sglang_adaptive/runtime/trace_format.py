@@ -25,7 +25,7 @@ import struct
 
 import numpy as np
 
-from sglang_adaptive.policy import budget, explore, mode_choice, saturation, steady
+from sglang_adaptive.policy import budget, draft_width, explore, mode_choice, saturation, steady
 
 MAGIC = b"SGADTRC2"
 BLOCK = struct.Struct("<4sIIII")
@@ -67,6 +67,7 @@ REASONS = (
     mode_choice.LOOK_WHOLE,
     mode_choice.LOOK_TRIMMED,
     steady.WHOLE_IS_FASTER,
+    draft_width.MEASURE,
 )
 
 MAX_BLOCK_BYTES = 64 << 20

@@ -175,19 +175,6 @@ def test_a_sweep_measures_everything_resumes_and_is_reported(tmp_path, capsys):
     assert [point["concurrency"] for point in data["pareto"]["ours"]] == [1, 3]
 
 
-@pytest.mark.parametrize(("asked", "warmed"), [([], [1, 3]), ([3, 1, 2], [3, 1, 2])])
-def test_servers_are_warmed_up_at_the_ends_or_where_the_sweep_says(tmp_path, monkeypatch, asked, warmed):
-    loads, measure = [], sweep.measure
-
-    async def watched(url, load):
-        loads.append(load.concurrency)
-        return await measure(url, load)
-
-    monkeypatch.setattr(sweep, "measure", watched)
-    assert run(written(tmp_path, ARMS[:1], repeats=1, warmup_concurrency=asked), tmp_path / "out") == 0
-    assert loads == [*warmed, 1, 3]
-
-
 def test_an_arm_that_fails_does_not_stop_the_others_and_is_not_tried_again_unless_asked(tmp_path, capsys):
     out = tmp_path / "out"
     arms = [{"name": "refuses", "role": "compact", "args": ["--refuse", "no table was given"]}, ARMS[0]]

@@ -11,9 +11,14 @@ from sglang_adaptive.policy.cost import CostModel, VerifySample
 from sglang_adaptive.policy.draft_width import (
     COMPARE_STEPS,
     FIRST_TRIAL,
+    LEAST_ROWS,
     LOOK_STEPS,
-    MOST_LOOK_STEPS,
+    MEASURE,
+    MOST_TRIAL,
+    PRICE,
     SETTLED_STEPS,
+    STEP_ROWS,
+    TRIAL_LOSS,
     DraftWidths,
 )
 from sglang_adaptive.policy.engine import Engine, PolicyConfig
@@ -115,12 +120,23 @@ def test_widths_are_chosen_by_load_and_looked_at_again():
     seen = [widths.begin(REQUESTS) for _ in range(SETTLED_STEPS - 1)]
     assert seen == [0] * (SETTLED_STEPS - 1) and not widths.compares()
     widths.begin(REQUESTS)
-    assert widths.compares() and widths.choose([0.05], [0.05]) == WIDTH
+    assert widths.compares() and widths.choose(REQUESTS, [0.75], [1.4]) == WIDTH
+    narrow = [widths.begin(REQUESTS) for _ in range(FIRST_TRIAL - SETTLED_STEPS)]
+    assert narrow == [WIDTH] * len(narrow)
+    assert widths.begin(REQUESTS) == 0 and widths.looks and widths.measures, "a trial"
+    for _ in range(SETTLED_STEPS + LEAST_ROWS // STEP_ROWS):
+        for width, tokens in ((0, 4.0), (WIDTH, 3.0)):
+            for _ in range(SETTLED_STEPS + LEAST_ROWS // STEP_ROWS):
+                widths.observe(REQUESTS, round(tokens * REQUESTS), width)
+    while not widths.compares():
+        assert widths.begin(REQUESTS) == 0
+    assert widths.choose(REQUESTS, [0.75], [1.4]) == WIDTH, "as predicted"
     narrow = [widths.begin(REQUESTS) for _ in range(LOOK_STEPS)]
-    assert narrow == [WIDTH] * LOOK_STEPS
+    narrow += [widths.begin(REQUESTS) for _ in range(LOOK_STEPS)]
+    assert narrow == [WIDTH] * len(narrow), "ever less often"
     looks = [(widths.begin(REQUESTS), widths.compares()) for _ in range(SETTLED_STEPS)]
     assert looks == [(0, False)] * (SETTLED_STEPS - 1) + [(0, True)], "old confidences are of three drafts"
-    assert widths.looks and widths.choose([-0.01], [-0.01]) == 0
+    assert widths.looks and widths.choose(REQUESTS, [0.7], [1.4]) == 0
     again = [(widths.begin(REQUESTS), widths.compares()) for _ in range(2 * COMPARE_STEPS)]
     assert not any(width for width, _ in again) and sum(compared for _, compared in again) == 2
     assert widths.begin(4) == 0, "another load has a width of its own"
@@ -147,64 +163,56 @@ def test_a_batch_that_loses_and_gains_a_request_is_one_load():
     assert not steady.repeats(64), "the streak is over"
 
 
-def steps(widths, count, brought, requests=REQUESTS, gain=lambda: 0.0, predicted=-0.05):
-    """So many steps that bring ``brought(width)`` tokens per request; the widths they drafted."""
+def steps(widths, count, brought, requests=REQUESTS, predicted=0.7, speed=1.25):
+    """So many steps that bring ``brought[width]`` tokens per request; the widths they drafted."""
     drafted = []
     for _ in range(count):
         width = widths.begin(requests)
         if not width and widths.compares():
-            width = widths.choose([gain()], [predicted])
-        widths.observe(requests, round(brought(width) * requests), width)
+            width = widths.choose(requests, [predicted], [speed])
+        widths.observe(requests, round(brought[width] * requests), width)
         drafted.append(width)
     return drafted
 
 
-def test_a_width_that_is_predicted_to_lose_a_little_is_tried_and_what_it_brought_decides():
+def test_a_width_that_is_predicted_to_lose_is_tried_and_what_it_brought_decides():
     widths = DraftWidths((WIDTH,))
     tokens = {0: 3.0, WIDTH: 2.9}
-
-    def gain():
-        """Steps of the shorter draft take a tenth less."""
-        brought = widths.brought(WIDTH), widths.brought(0)
-        return brought[0] / 0.9 / brought[1] - 1.0 if all(brought) else -0.05
-
-    drafted = steps(widths, 2000, tokens.get, gain=gain)
+    drafted = steps(widths, 4000, tokens)
     first = drafted.index(WIDTH)
-    assert FIRST_TRIAL < first <= FIRST_TRIAL + COMPARE_STEPS + SETTLED_STEPS
-    assert sum(not width for width in drafted[first:]) < 50, "only looks draft all of K from then on"
-    # What it brings falls off: after a look all K are drafted, and the next trial comes much later.
+    assert FIRST_TRIAL <= first <= FIRST_TRIAL + COMPARE_STEPS + SETTLED_STEPS
+    assert sum(not width for width in drafted[first:]) < 0.03 * len(drafted), "only looks and trials draft all of K"
+    # What it brings falls off.
     tokens[WIDTH] = 2.0
-    drafted = steps(widths, 6000, tokens.get, gain=gain)[MOST_LOOK_STEPS + SETTLED_STEPS :]
-    assert not any(drafted[:200]) and 0 < sum(map(bool, drafted)) < 200, "a few trials"
+    drafted = steps(widths, 6000, tokens)
+    assert not any(drafted[200 : 200 + FIRST_TRIAL])
+    assert 0 < sum(map(bool, drafted[200:])) < 2 * PRICE * 6000, "a few trials"
 
 
 def test_a_text_that_becomes_easy_is_drafted_in_full_again():
     """While shorter drafts are made nothing is seen of those of K: what they brought once must not keep them away."""
     widths = DraftWidths((WIDTH,))
-    tokens, says = {0: 2.0, WIDTH: 1.9}, {0: 0.0}
+    assert sum(map(bool, steps(widths, 1000, {0: 2.0, WIDTH: 1.9}, predicted=0.9)[-200:])) > 170
+    assert sum(map(bool, steps(widths, 400, {0: 6.0, WIDTH: 3.8}, predicted=0.6)[-300:])) < 20, "one trial"
+    # Predicted to lose a little, and really better.
+    drafted = steps(widths, 10_000, {0: 3.0, WIDTH: 2.7}, predicted=0.78)
+    assert sum(not width for width in drafted[1000:]) < 300
 
-    def gain():
-        brought = widths.brought(WIDTH), widths.brought(0)
-        return brought[0] / 0.8 / brought[1] - 1.0 if all(brought) else says[0]
 
-    def phase(count):
-        drafted = []
-        for _ in range(count):
-            width = widths.begin(REQUESTS)
-            if not width and widths.compares():
-                width = widths.choose([gain()], [says[0]])
-            widths.observe(REQUESTS, round(tokens[width] * REQUESTS), width)
-            drafted.append(width)
-        return drafted
+def test_a_text_that_gets_no_harder_for_shorter_drafts_is_tried_in_full_in_the_end():
+    """Shorter drafts bring what they did, and look as good as they did: only a trial finds that K brings more now."""
+    widths = DraftWidths((WIDTH,))
+    assert sum(map(bool, steps(widths, 8 * MOST_TRIAL, {0: 3.0, WIDTH: 2.7})[-1000:])) > 960
+    drafted = steps(widths, 2 * MOST_TRIAL, {0: 4.0, WIDTH: 2.7})
+    assert not any(drafted[-100:])
 
-    says[0] = 0.1
-    assert all(phase(1000)[-200:])
-    tokens, says[0] = {0: 6.0, WIDTH: 3.8}, -0.3
-    assert not any(phase(1500)[-300:])
-    # Predicted to lose a little, and really better: a trial of K costs little.
-    tokens, says[0] = {0: 3.0, WIDTH: 2.7}, -0.03
-    drafted = phase(20_000)
-    assert sum(not width for width in drafted[5000:]) < 600
+
+def test_a_batch_that_alternates_between_two_loads_of_a_bucket_is_one_load():
+    widths, drafted = DraftWidths((WIDTH,)), []
+    for step in range(1000):
+        drafted += steps(widths, 1, {0: 3.0, WIDTH: 2.9}, requests=63 + step % 2, predicted=0.9)
+    assert sum(map(bool, drafted)) > 930
+    assert widths.begin(20) == 0, "another load has a width of its own"
 
 
 def test_loads_that_alternate_each_keep_their_width_and_are_looked_at():
@@ -214,18 +222,17 @@ def test_loads_that_alternate_each_keep_their_width_and_are_looked_at():
         width = widths.begin(requests)
         looks += widths.looks
         if not width and widths.compares():
-            gain = 0.1 if requests == 64 else -0.2
-            width = widths.choose([gain], [gain])
+            width = widths.choose(requests, [1.0], [1.1 if requests == 64 else 0.6])
         assert requests == 64 or not width
     assert looks > 2 * SETTLED_STEPS
 
 
 def test_a_width_that_is_predicted_to_lose_much_is_never_tried_nor_any_while_nothing_is_drafted():
-    assert not any(steps(DraftWidths((WIDTH,)), 3000, lambda width: 3.0, gain=lambda: -0.2, predicted=-0.2))
+    assert not any(steps(DraftWidths((WIDTH,)), 3000, {0: 3.0, WIDTH: 3.0}, predicted=1.0 - TRIAL_LOSS, speed=0.99))
     widths = DraftWidths((WIDTH,))
     for _ in range(500):
         widths.begin(REQUESTS)
-        assert widths.choose([-0.01], [-0.01], gating=True) == 0
+        assert widths.choose(REQUESTS, [0.99], [1.0], gating=True) == 0
 
 
 def test_what_the_first_steps_after_another_width_bring_does_not_count():
@@ -240,14 +247,42 @@ def test_what_the_first_steps_after_another_width_bring_does_not_count():
     assert widths.brought(0) == 0.0, "of another load nothing is known"
 
 
+def test_a_trial_ends_by_what_was_observed_of_it():
+    """Of steps that repeat a decision nothing is observed; where that is all of them a trial ends all the same."""
+    for every, most in ((1, 300), (8, 2400)):
+        widths, drafted = DraftWidths((WIDTH,)), []
+        for step in range(6000):
+            width = widths.begin(2)
+            if not width and widths.compares():
+                width = widths.choose(2, [0.7], [1.25])
+            if step % every == 0:
+                widths.observe(2, 6 if not width else 2, width)
+            drafted.append(width)
+        trial = drafted.index(WIDTH), len(drafted) - drafted[::-1].index(WIDTH)
+        assert LEAST_ROWS // 2 * every <= sum(map(bool, drafted)) < most
+        assert every == 8 or trial[1] - trial[0] < 300, "then it costs more than another one is worth"
+    widths = DraftWidths((WIDTH,))
+    drafted = []
+    for _ in range(6000):
+        width = widths.begin(2)
+        drafted.append(widths.choose(2, [0.7], [1.25]) if not width and widths.compares() else width)
+    assert drafted[200] == WIDTH and not any(drafted[4300:4400])
+
+
 def test_a_few_requests_say_little_and_a_draft_that_takes_as_long_is_never_cut():
     widths = DraftWidths((WIDTH,))
-    widths.begin(2)
-    for _ in range(500):
-        widths.observe(2, 6, 0)
-    assert widths.brought(0) == 0.0
-    for _ in range(100):
-        widths.observe(2, 6, 0)
-    assert widths.brought(0) == 3.0
+    drafted = steps(widths, SETTLED_STEPS + 14, {0: 3.0, WIDTH: 3.0}, requests=1, predicted=1.0)
+    assert not any(drafted), "no choice by one comparison of one request"
+    assert any(steps(widths, 4, {0: 3.0, WIDTH: 3.0}, requests=1, predicted=1.0))
     policy = engine(table(narrow_ms=5.97))
     assert not any(each.width for each in run(policy, LIKELY, 2000)), "not even a trial"
+
+
+def test_steps_of_a_trial_are_not_repeated():
+    decisions = run(engine(table()), LIKELY, 300)
+    trial = [each for each in decisions[FIRST_TRIAL:] if not each.width]
+    assert trial and all(each.reason == MEASURE for each in trial[:SETTLED_STEPS])
+    steady = Steady(streak=2)
+    for _ in range(9):
+        steady.sized(trial[0], REQUESTS)
+    assert not steady.repeats(REQUESTS)
