@@ -10,21 +10,23 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_adaptive.runtime.serving import catch_up
 
 
-@pytest.mark.parametrize(
-    ("mode", "has_grammar", "waits"),
-    [
-        (ForwardMode.MIXED, True, True),
-        (ForwardMode.MIXED, False, False),
-        (ForwardMode.EXTEND, True, False),
-        (ForwardMode.DECODE, True, False),
-    ],
-)
-def test_the_hosts_barrier_is_called_before_mixed_steps_with_grammars(mode, has_grammar, waits):
+def barriers(mode: ForwardMode, has_grammar: bool) -> int:
+    """How often a step calls the host's barrier."""
     called = []
-    batch = SimpleNamespace(forward_mode=mode, has_grammar=has_grammar)
-    catch_up(batch, lambda: called.append(True))
-    assert bool(called) is waits
+    catch_up(SimpleNamespace(forward_mode=mode, has_grammar=has_grammar), lambda: called.append(True))
+    return len(called)
 
 
-def test_without_overlap_there_is_no_barrier():
-    catch_up(SimpleNamespace(forward_mode=ForwardMode.MIXED, has_grammar=True), None)
+def test_the_hosts_barrier_is_called_before_mixed_steps_with_grammars_only():
+    assert barriers(ForwardMode.MIXED, True) == 1
+    others = [(ForwardMode.MIXED, False), (ForwardMode.EXTEND, True), (ForwardMode.DECODE, True)]
+    assert [barriers(*step) for step in others] == [0, 0, 0]
+
+
+def test_without_overlap_a_mixed_step_looks_for_no_grammar():
+    """There is no barrier then, and nothing of the batch is asked."""
+    batch = SimpleNamespace()
+    catch_up(batch, None)
+    assert vars(batch) == {}
+    with pytest.raises(AttributeError):
+        catch_up(batch, lambda: None)
